@@ -1,4 +1,4 @@
-"""The on-disk cache: checked for ownership, written atomically, locked, evicted by last use."""
+"""The on-disk cache: ownership checks, atomic writes, locks, and least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class PendingCacheFile:
 
 
 class CacheFolder:
-    """A folder of the cache; every access to files of other runs uses this class.
+    """A folder of the cache; every access to cached files goes through this class.
 
     This user or root owns the folder, its parent and its files, and nobody else can write to them.
     Files are opened relative to the checked folder; links are not followed and pipes do not block.
     Names of unfinished files and locks begin with a dot.
 
     Args:
-        path: of the folder; created for this user alone if it does not exist.
+        path: the folder; created with mode 0700 if it does not exist.
     Raises: OSError if the folder cannot be created or read; UntrustedCacheError if another user
         owns it or can write to it.
     """
@@ -110,8 +110,8 @@ class CacheFolder:
         """Open a file for reading.
 
         Returns: a descriptor, which the caller closes.
-        Raises: FileNotFoundError; UntrustedCacheError if it is not a regular file of this user;
-            OSError if it cannot be opened.
+        Raises: FileNotFoundError; UntrustedCacheError if it is not a regular file, or if another
+            user owns it or can write to it; OSError if it cannot be opened.
         """
         return self._open_trusted(name, os.O_RDONLY)
 
@@ -123,7 +123,7 @@ class CacheFolder:
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                cause = f"is {describe_file_type(mode)}, not a file"
+                cause = f"this is {describe_file_type(mode)}, not a file"
                 raise UntrustedCacheError(f"{self.path / name}: {cause}; remove it")
             _check_owner(descriptor, self.path / name)
         except BaseException:
@@ -134,7 +134,7 @@ class CacheFolder:
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Read a whole file.
 
-        Raises: the errors of `open`; ValueError if the file is larger than the limit.
+        Raises: same as `open`; also ValueError if the file is larger than `max_bytes`.
         """
         with os.fdopen(self.open(name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -149,7 +149,7 @@ class CacheFolder:
         Args:
             key: hexadecimal sha256 of everything that the content depends on.
             resume: continue the partial file of a stopped process, and keep the partial file if
-                this process is stopped; the caller holds the lock.
+                this process is stopped; the caller must hold the lock of the key.
         Yields: the open file; set its final name in the block.
         Raises: OSError if the file cannot be written.
         """
@@ -169,7 +169,7 @@ class CacheFolder:
                 os.fsync(new.fd)  # a power cut must not leave a name without its bytes
                 os.replace(temporary, new.final_name, **dir_fds)
         except BaseException as error:
-            keep_partial = resume and not isinstance(error, Exception)  # a signal
+            keep_partial = resume and not isinstance(error, Exception)  # stopped by a signal
             raise
         finally:
             os.close(new.fd)
@@ -204,10 +204,10 @@ class CacheFolder:
         """Lock a key, so that one process at a time writes its file.
 
         Args:
-            key: as for `write`.
-            stall_timeout_seconds: stop waiting if the holder's partial file does not change for
-                this long.
-        Yields: True with the lock; False if the wait ended without it.
+            key: same as for `write`.
+            stall_timeout_seconds: stop waiting if the partial file of the process that holds the
+                lock does not change for this long.
+        Yields: True if this process holds the lock; False if it stopped waiting.
         Raises: UntrustedCacheError if another user owns the lock file.
         """
         name, progress, is_logged = f".{key}.lock", None, False
@@ -252,7 +252,7 @@ class CacheFolder:
         return files
 
     def fits_on_disk(self, num_bytes: int, *, max_fraction: float) -> bool:
-        """Return True if a file needs less than a given share of the free disk space."""
+        """Return True if `num_bytes` is less than `max_fraction` of the free disk space."""
         state = os.fstatvfs(self._dir_fd)
         return num_bytes < state.f_bavail * state.f_frsize * max_fraction
 
@@ -262,7 +262,7 @@ class CacheFolder:
         Args:
             max_bytes: size limit for all files together.
             keep_name: name of a file to keep.
-            pattern: for the names of files that may be removed.
+            pattern: only files whose names match this pattern may be removed.
         """
         files: list[tuple[float, int, str]] = []
         for name in os.listdir(self._dir_fd):
@@ -289,7 +289,7 @@ def _with_full_path(error: OSError, path: Path) -> OSError:
     if isinstance(error, UntrustedCacheError):
         return error
     if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
-        return UntrustedCacheError(f"{path}: is a link; remove it")
+        return UntrustedCacheError(f"{path}: this is a link; remove it")
     return type(error)(error.errno, error.strerror, str(path))
 
 

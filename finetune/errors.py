@@ -45,12 +45,12 @@ _MIN_SECRET_LENGTH = 8  # shorter values are switches, such as TOKENIZERS_PARALL
 
 
 class FinetuneError(Exception):
-    """An error that the user can fix; the message names the thing, the cause and the next step.
+    """An error that the user can fix; the message says what is wrong, why, and how to fix it.
 
     Args:
-        message: for the user; its wording may change.
-        code: for programs and tests: "family.cause", such as "weights.truncated". It does not
-            change between releases. Default: the family alone.
+        message: text for the user; its wording may change.
+        code: identifier for programs and tests, "family.cause", such as "weights.truncated". It
+            does not change between releases. None uses the family alone, such as "weights".
     """
 
     exit_code = 1
@@ -106,7 +106,7 @@ class DivergedError(FinetuneError):
 
 
 class HubError(FinetuneError):
-    """The hub refused or did not answer."""
+    """The Hugging Face Hub refused a request or did not answer."""
 
     exit_code = 7
     code = "hub"
@@ -127,7 +127,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Suggest the closest valid name.
 
     Args:
-        word: the user's text.
+        word: what the user typed.
         choices: the valid names.
     Returns: "; did you mean 'x'?", or an empty string if no name is close.
     """
@@ -139,7 +139,7 @@ def install_hint(extra: str) -> str:
     """Return the command that installs an optional dependency, for an error message.
 
     Args:
-        extra: of the distribution, for example "weights".
+        extra: name of the pip extra, for example "weights".
     """
     return f'run: pip install "finetune-vision[{extra}]" (in a checkout: pip install ".[{extra}]")'
 
@@ -160,8 +160,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def redact_secrets(text: str) -> str:
     """Replace tokens and passwords in a text with ***, before it is printed or saved.
 
-    Secrets are: the values of environment variables whose name says token, secret, password or
-    key; the saved hub login token; anything that looks like a hub token; and the user info before
+    Secrets are: the values of environment variables whose name contains token, secret, password or
+    key; the saved Hub login token; any word that looks like a Hub token; and the user info before
     the @ of a URL.
 
     Args:
@@ -173,7 +173,7 @@ def redact_secrets(text: str) -> str:
 
 
 def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:
-    """Escape control characters: file names may hold terminal escapes or bidi overrides.
+    """Escape control characters, because file names may contain terminal escapes or bidi overrides.
 
     Args:
         keep: unprintable characters to leave as they are.

@@ -57,7 +57,7 @@ def open_regular_file(path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
     """Open a regular file for reading; opening a named pipe would block forever.
 
     Args:
-        path: of the file; symbolic links are followed.
+        path: the file; symbolic links are followed.
         max_bytes: maximum size of the file.
     Raises: OSError if the file cannot be opened; ValueError if it is not a regular file, or is too
         large.
@@ -78,7 +78,7 @@ def describe_file_type(mode: int) -> str:
 
 
 def write_atomically(path: Path, content: str | bytes, *, option: str = "--out") -> None:
-    """Replace a file in one step, see `atomic_replace`. Text is encoded as UTF-8."""
+    """Write a file with `atomic_replace`; text is encoded as UTF-8."""
     data = content.encode() if isinstance(content, str) else content
     writing = explain_disk_errors(path, needed_bytes=len(data), option=option)
     with atomic_replace(path, option=option) as temporary, writing:
@@ -90,7 +90,7 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
     """Replace a file in one step: a reader sees the old content or the new, never a part.
 
     Args:
-        path: of the file; its folder exists.
+        path: the file to replace or create; its folder must exist.
         option: the command-line option that names the path, for the message.
     Yields: a temporary path to write to; it becomes `path` if the block ends without an error.
     Raises: SetupError if the disk is full or the file cannot be written.
@@ -138,10 +138,10 @@ def make_writable_folder(folder: Path, *, option: str) -> None:
 def explain_disk_errors(
     path: Path, *, needed_bytes: int = 0, option: str = "--out"
 ) -> Iterator[None]:
-    """Turn the operating system's write errors into one clear message.
+    """Re-raise write errors of the block as a SetupError with a clear message.
 
     Args:
-        path: of the file that the block writes.
+        path: the file that the block writes.
         needed_bytes: bytes that the write needs, or 0 if unknown.
         option: the command-line option that names the path, for the message.
     Raises: SetupError if the disk or quota is full, or if the path cannot be written: access is
@@ -151,7 +151,7 @@ def explain_disk_errors(
         yield
     except (OSError, SafetensorError) as error:
         number = _errno_of(error)
-        if not number:  # an error of the library itself
+        if not number:  # raised by safetensors itself, not by the operating system
             raise
         if number in _DISK_FULL_ERRNOS:
             size = f"{needed_bytes:,} bytes are needed" if needed_bytes else os.strerror(number)
@@ -186,7 +186,7 @@ def _is_valid_path(path: Path) -> bool:
 
 
 def _errno_of(error: Exception) -> int:
-    """Return the errno of an error, or 0 if it has none; safetensors gives it in its text only."""
+    """Return the errno of an error, or 0; a SafetensorError has it only in its message."""
     if isinstance(error, OSError):
         return error.errno or 0
     match = re.search(r"\(os error (\d+)\)", str(error))
@@ -208,16 +208,16 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-# --- the cache ------------------------------------------------------------------------------------
+# --- output files ---------------------------------------------------------------------------------
 
 
 def check_output_file(path: str | Path, *, option: str, suffixes: Sequence[str]) -> Path:
     """Check that an output file can be written, before the work starts.
 
     Args:
-        path: of the output file.
-        option: its command-line option, such as --out.
-        suffixes: the allowed ones.
+        path: the output file.
+        option: the command-line option that names the file, such as --out.
+        suffixes: allowed suffixes, such as ".csv".
     Returns: the path.
     Raises: RecipeError for another suffix; SetupError if the file cannot be written there.
     """
@@ -251,8 +251,8 @@ def check_not_overwriting_inputs(
     """Check that no output would overwrite an input image.
 
     Args:
-        image_paths: the inputs.
-        outputs: command-line option to its output file.
+        image_paths: paths of the input images.
+        outputs: output file of each command-line option; None for an option that is not given.
     Raises: RecipeError that names the option and the image.
     """
     written = {os.path.realpath(path): option for option, path in outputs.items() if path}

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MISSING = "–"
-TOO_FEW_IMAGES_NOTE = "too few images"  # next to such a figure
+TOO_FEW_IMAGES_NOTE = "too few images"  # printed next to a metric on too few images
 
 
 def printable_path(path: str | Path) -> str:
@@ -37,7 +37,7 @@ def printable_path(path: str | Path) -> str:
 
 
 def pluralize(count: int, singular: str, plural: str | None = None) -> str:
-    """Format as `1 file` or `2 files`; give `plural` if it is not the singular plus an s."""
+    """Format as `1 file` or `2 files`; pass `plural` if it is not the singular plus an s."""
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
@@ -68,7 +68,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(fraction: float, digits: int = 2) -> str:
-    """Format a fraction of 0.6656 as `66.56 %`."""
+    """Format the fraction 0.6656 as `66.56 %`."""
     return f"{100 * fraction:.{digits}f} %"
 
 
@@ -105,7 +105,7 @@ def aligned_table(rows: Sequence[Sequence[str]], *, num_text_columns: int = 1) -
     """Return the lines of a table for a terminal: text left-aligned, numbers right-aligned.
 
     Args:
-        rows: the header first; all have the same number of cells.
+        rows: the header row, then the data rows; all have the same number of cells.
         num_text_columns: how many columns from the left hold text.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -118,12 +118,13 @@ def aligned_table(rows: Sequence[Sequence[str]], *, num_text_columns: int = 1) -
     ]
 
 
-# starts of spreadsheet formulas, and the escape itself, so that removing one restores every name
+# First characters of spreadsheet formulas. The apostrophe is escaped too: removing one leading
+# apostrophe then restores every escaped text.
 _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
 
 
 def escape_csv_formula(text: str) -> str:
-    """Prefix text that a spreadsheet would run as a formula with an apostrophe."""
+    """Add an apostrophe in front of text that a spreadsheet would run as a formula."""
     return f"'{text}" if text.startswith(_FORMULA_PREFIXES) else text
 
 

@@ -11,7 +11,7 @@ __all__ = ["available_memory_bytes", "disable_malloc_trim", "num_cores", "total_
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores for this process: its affinity, within the cgroup quota."""
+    """Return the number of CPU cores of this process: its CPU affinity or cgroup quota."""
     cores = len(os.sched_getaffinity(0))
     for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # no quota file, or "max"
@@ -25,14 +25,15 @@ def num_cores() -> int:
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-# limit and current usage: cgroup version 2, version 1
+# (limit, current usage) for cgroup v2, then v1
 _CGROUP_MEMORY_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
-# from malloc.h; glibc always returns blocks from the mmap threshold on, and accepts at most 32 MiB
+# Constants of malloc.h. glibc returns every block above the mmap threshold to the system when it is
+# freed, and accepts a threshold of at most 32 MiB.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -40,8 +41,8 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes of memory that all processes here may use together: RAM or cgroup limit."""
-    import psutil  # type: ignore[import-untyped]  # Accelerate brings it
+    """Return the memory in bytes for all processes together: RAM or the cgroup limit."""
+    import psutil  # type: ignore[import-untyped]  # a dependency of Accelerate
 
     total = int(psutil.virtual_memory().total)
     for limit, _ in _CGROUP_MEMORY_FILES:
@@ -51,7 +52,7 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes of memory still free for processes here, within the cgroup limit."""
+    """Return the free memory in bytes, within the cgroup limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -62,11 +63,12 @@ def available_memory_bytes() -> int:
 
 
 def disable_malloc_trim() -> None:
-    """Stop glibc from returning freed memory to the system; the next step needs it again.
+    """Stop glibc from returning freed memory to the system, since the next step needs it again.
 
     By default glibc trims its heap when more than a few MiB at the top are free. A step on a CPU
-    then waits for tens of thousands of pages to be mapped and cleared again. Settings of the user
-    have priority, and C libraries without mallopt are left alone. Source: mallopt(3).
+    then waits for tens of thousands of pages to be mapped and cleared again. Does nothing if the
+    user has set MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_, or if the C library has no
+    mallopt. Source: mallopt(3).
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         return

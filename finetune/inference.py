@@ -43,15 +43,15 @@ PredictionRow = dict[str, Any]
 _MAX_WORKERS = 32
 
 
-# images per forward pass, by device; on a CPU, larger batches fit less well into its cache
+# images per forward pass, by device; on a CPU, larger batches exceed the CPU caches
 _BATCH_SIZE_BY_DEVICE = {"cpu": 8}
 
 
 _DEFAULT_BATCH_SIZE = 64
 
 
-# bytes of pixels per pipeline call: a CPU takes images one by one; on a GPU, 64 decoded photos of
-# 48 megapixels would be 9 GB
+# Decoded pixel bytes per pipeline call. On a CPU the limit of 1 means one image per call. On a GPU
+# a limit is needed because 64 decoded photos of 48 megapixels would take 9 GB.
 _PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
 
 
@@ -67,10 +67,10 @@ class Classifier:
     Args:
         network: images (B, 3, h, w) to logits (B, K). It is moved to the device and set to
             evaluation mode; on a CPU it uses `use_onednn_linear`.
-        pipeline: without random operations.
+        pipeline: evaluation transforms, without random operations.
         class_names: one for each of the K logits.
         device: where to compute; None uses a GPU if available.
-        temperature: divides logits before they become confidences; None for 1.
+        temperature: logits are divided by it before the softmax; None for 1.
         thresholds: K thresholds of a multi-label model: an image has a label if its confidence, the
             sigmoid of the logit, is at least this; None for a single-label model.
     """
@@ -94,7 +94,7 @@ class Classifier:
         # a GPU computes in its best precision, a CPU always in float32
         gpu = self.device.type == "cuda"
         self.precision = resolve_precision("auto", self.device) if gpu else "fp32"
-        # one batch at a time on a GPU, whose memory may not hold two
+        # one batch at a time on a GPU, because its memory may not hold two
         self._device_lock = (
             contextlib.nullcontext() if self.device.type == "cpu" else threading.Lock()
         )
@@ -112,18 +112,20 @@ class Classifier:
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
-        Class names come with the weights; without names, classes are numbered. A run directory is
-        preprocessed by its recipe, everything else by the weights' configuration.
+        Class names are read with the weights; without any, the class indices are the names.
+        Preprocessing comes from the recipe for a run directory, otherwise from the weights'
+        configuration.
 
         Args:
-            model: what to load.
+            model: path or name of the model, as above.
             device: where to compute; None uses a GPU if available.
             calibrated: divide logits by the temperature stored with the model; False gives the
                 plain softmax, as timm and transformers do.
-            threshold: for all classes of a multi-label model, from 0 to 1, instead of the stored
-                thresholds.
-        Raises: WeightsError if the model does not exist, or has no classifier or no temperature;
-            RecipeError if `threshold` or `calibrated` does not apply to the model.
+            threshold: one threshold in [0, 1] for all classes of a multi-label model; None uses
+                the stored thresholds.
+        Raises: WeightsError if the model does not exist, has no classifier, or has no temperature
+            although `calibrated` is True; RecipeError if `threshold` or `calibrated` does not apply
+            to the model.
         """
         built = build_model(str(model))
         pipeline, class_names = eval_pipeline_and_class_names(model, built)
@@ -133,7 +135,7 @@ class Classifier:
         temperature = built.temperature
         if calibrated and temperature is None:
             raise WeightsError(
-                f"{model}: has no temperature for calibration; fit one on its validation split: "
+                f"{model}: the model has no temperature; fit one on its validation split: "
                 f"finetune eval {model} --fit-temperature",
                 code="weights.no_temperature",
             )
@@ -193,10 +195,10 @@ class Classifier:
             top_k: predictions per image, the most probable first; at most K.
             batch_size: images per forward pass; None for 8 on a CPU, else 64.
             progress: show a progress bar on standard error.
-        Returns: in the order of the files, {"path", "predictions": [{"label", "index",
-            "confidence"}]}, or {"path", "error"} for an unreadable file; the path of a PIL image is
-            None. A multi-label model adds "labels" with the same keys: the classes with a
-            confidence at or above their threshold, the most probable first.
+        Returns: a dict for each image, in order: {"path", "predictions": [{"label", "index",
+            "confidence"}]}, or {"path", "error"} for an unreadable file. "path" is None for a PIL
+            image. A multi-label model adds "labels", a list like "predictions": the classes whose
+            confidence reaches their threshold, the most probable first.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
@@ -221,10 +223,11 @@ class Classifier:
         Args:
             files: from `find_images`.
             top_k, batch_size, progress: see `predict`.
-            on_decoded: called with the index in the list and every decoded image, (H, W, 3) uint8;
-                from several threads.
-        Returns: an iterator over the rows of `predict`, in order.
-        Raises: as `predict`, before it reads any file.
+            on_decoded: called with the index in `files` and the pixels, (H, W, 3) uint8, of every
+                decoded image; several threads call it.
+        Returns: an iterator over the dicts that `predict` returns, in order.
+        Raises: RecipeError if top_k or batch_size is below 1, before any file is read; WeightsError
+            during iteration if an output is not finite.
         """
         resolved_batch_size = (
             _BATCH_SIZE_BY_DEVICE.get(self.device.type, _DEFAULT_BATCH_SIZE)
@@ -249,7 +252,7 @@ class Classifier:
         num_threads = torch.get_num_threads()
         num_workers = max(1, min(num_threads, _MAX_WORKERS, -(-len(files) // batch_size)))
         stop, futures = threading.Event(), deque[Future[list[PredictionRow]]]()
-        # torch's threads synchronize in every layer; threads with whole batches do not
+        # each thread predicts a whole batch: torch's own threads synchronize in every layer
         pool = ThreadPoolExecutor(
             num_workers, initializer=_init_worker, initargs=(num_threads // num_workers, stop)
         )
@@ -268,7 +271,7 @@ class Classifier:
                 while futures:
                     yield from _advance_progress(futures.popleft().result(), progress_bar)
         finally:
-            stop.set()  # after an interrupt, wait for one layer instead of a batch
+            stop.set()  # after an interrupt, workers end at the next layer, not the next batch
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(num_threads)  # workers changed the default for new threads
             for hook in hooks:
@@ -281,7 +284,7 @@ class Classifier:
         top_k: int,
         on_decoded: _DecodedCallback | None,
     ) -> list[PredictionRow]:
-        """Predict a batch of files. The first one has the index `start` in the whole list."""
+        """Predict a batch of files; `start` is the index of the first one in the whole list."""
         rows: list[PredictionRow] = [
             {"path": path if isinstance(path, str) else None} for path, _ in files
         ]
@@ -310,7 +313,10 @@ class Classifier:
     def _preprocess(
         self, decoded: Sequence[tuple[PredictionRow, Tensor]]
     ) -> list[tuple[PredictionRow, Tensor]]:
-        """Preprocess images to (3, h, w) on the device, except those that the pipeline rejects."""
+        """Preprocess images to (3, h, w) on the device.
+
+        An image that the pipeline rejects is excluded, and its row gets "error".
+        """
         if not decoded:
             return []
         images = [image for _, image in decoded]
@@ -338,7 +344,7 @@ class Classifier:
                 "use a smaller batch size (--batch-size)",
                 code="setup.memory",
             ) from error
-        # stable: classes with equal confidence come by index on every device
+        # stable sort: equal confidences stay in class order on every device
         ranked = self.confidences(logits_BK).sort(dim=1, descending=True, stable=True)
         is_multilabel = self.thresholds is not None
         num_ranked = len(self.class_names) if is_multilabel else top_k
@@ -377,10 +383,10 @@ def eval_pipeline_and_class_names(
     """Return the evaluation pipeline and the class names of a model.
 
     Args:
-        model: a run directory uses its recipe's preprocessing, everything else that of the weights'
-            configuration.
-        built: the same model.
-        use_recipe: False ignores the recipe, for an image size other than the run's.
+        model: path or name of the model; preprocessing comes from the recipe for a run directory,
+            otherwise from the weights' configuration.
+        built: the model built from `model`.
+        use_recipe: False ignores the recipe, to evaluate at another image size than the run's.
     Raises: WeightsError if the model has no classifier.
     """
     num_classes = get_num_classes(model, built)
@@ -398,7 +404,7 @@ def _resolve_thresholds(
     *,
     calibrated: bool,
 ) -> list[float] | None:
-    """Return the thresholds of a multi-label model, else None. Args: see `Classifier.load`."""
+    """Return a multi-label model's thresholds, else None. Args: same as `Classifier.load`."""
     problem, code = "", "recipe.conflict"
     if threshold is not None and not 0 <= threshold <= 1:
         problem, code = f"threshold: {threshold:g}; give a number from 0 to 1", "recipe.wrong_value"
@@ -421,7 +427,7 @@ class _WorkerStopped(Exception):
     """Raised in a worker thread after the iterator was closed."""
 
 
-_WORKER = threading.local()  # in a worker thread: `stop`, an event that ends it
+_WORKER = threading.local()  # per worker thread: `stop`, the event that ends it
 
 
 def _init_worker(num_threads: int, stop: threading.Event) -> None:
@@ -430,14 +436,14 @@ def _init_worker(num_threads: int, stop: threading.Event) -> None:
 
 
 def _raise_if_stopped(*_: Any) -> None:
-    """End a worker thread after the iterator was closed; a hook of the network's modules."""
+    """End a worker thread once the iterator is closed; also a forward pre-hook of every module."""
     stop = getattr(_WORKER, "stop", None)
     if stop is not None and stop.is_set():
         raise _WorkerStopped
 
 
 def _advance_progress(rows: list[PredictionRow], bar: Any) -> list[PredictionRow]:
-    """Count the rows in the progress bar. Returns: the rows."""
+    """Add the number of rows to the progress bar. Returns: the rows."""
     bar.update(len(rows))
     return rows
 

@@ -32,14 +32,16 @@ __all__ = [
 logger = logging.getLogger("finetune")
 
 _warned: set[str] = set()
-_collected: list[tuple[str, str | None]] | None = None  # a list in worker processes
+_collected: list[tuple[str, str | None]] | None = (
+    None  # warnings of a worker process, for the main process to log
+)
 
 
 class _ConsoleHandler(logging.Handler):
     """Print each message on standard error, above the progress bar, on rank 0 only.
 
-    Like logging's handler of last resort, it steps back as soon as the program that imports
-    finetune has a handler of its own. The command line always prints.
+    Like `logging.lastResort`, it prints nothing once the program that imports finetune has a
+    handler of its own. The command line always prints: it sets `always`.
     """
 
     always = False
@@ -59,20 +61,20 @@ class _ConsoleHandler(logging.Handler):
 
 _console = _ConsoleHandler()
 logger.addHandler(_console)
-if logger.level == logging.NOTSET:  # the program may have set it before
+if logger.level == logging.NOTSET:  # the importing program may have set a level before
     logger.setLevel(logging.INFO)
 
 
 def print_messages() -> None:
-    """Print messages on standard error whatever other handlers exist: for the command line."""
+    """Print messages on standard error even if other handlers exist; the command line calls it."""
     _console.always = True
 
 
 def forward_messages(send: Callable[[tuple[int, str]], object]) -> None:
-    """Hand the messages of this process to another one instead of printing them.
+    """Send the log messages of this process to another process instead of printing them.
 
     Args:
-        send: receives (level, message).
+        send: called with (level, message) for each message.
     """
 
     class Forwarder(logging.Handler):
@@ -84,7 +86,7 @@ def forward_messages(send: Callable[[tuple[int, str]], object]) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log errors only, and show no progress bars: for a computation inside another one."""
+    """Log errors only, and show no progress bars, inside the block."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -110,9 +112,10 @@ def warn_once(message: str, *, key: str | None = None) -> None:
 
 
 def collect_warnings() -> list[tuple[str, str | None]]:
-    """Keep the warnings of this process from now on, for another process to log.
+    """Collect the warnings of this worker process from now on instead of logging them.
 
-    Returns: the warnings since the last call, as arguments for `warn_once` in the other process.
+    Returns: the warnings since the last call, as (message, key); the main process passes them to
+        its own `warn_once`.
     """
     global _collected
     collected, _collected = _collected or [], []
@@ -120,9 +123,9 @@ def collect_warnings() -> list[tuple[str, str | None]]:
 
 
 def redirect_closed_terminal() -> bool:
-    """Send further output to /dev/null if the terminal was closed: writing to it would fail.
+    """Send further output to /dev/null if the terminal was closed, because writing would fail.
 
-    Returns: True if it was closed.
+    Returns: True if the terminal was closed.
     """
     was_closed = False
     for number in (1, 2):

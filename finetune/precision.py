@@ -11,7 +11,13 @@ from finetune.errors import SetupError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["DTYPES", "accelerator_precision", "autocast_dtype", "resolve_precision"]
+__all__ = [
+    "DTYPES",
+    "accelerator_precision",
+    "autocast_dtype",
+    "native_bf16_instructions",
+    "resolve_precision",
+]
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +28,7 @@ def resolve_precision(requested: str, device: torch.device) -> str:
 
     Args:
         requested: "auto", "fp32", "bf16" or "fp16".
-        device: where the network runs.
+        device: the device that the network runs on.
     Returns: for "auto", "bf16" if the device supports it natively, otherwise "fp32"; other values
         unchanged.
     Raises: SetupError for fp16 on a CPU.
@@ -52,5 +58,5 @@ def accelerator_precision(accelerator: Accelerator) -> str:
 
 
 def autocast_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Return the dtype of matrix products in the forward pass."""
+    """Return the autocast dtype of the forward pass; float32 means no autocast."""
     return DTYPES[accelerator_precision(accelerator)]

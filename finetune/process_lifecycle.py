@@ -34,7 +34,7 @@ def die_with_parent() -> None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask a run to stop: from users, launchers, Slurm and terminals.
 
-    SIGHUP is left out if `nohup` ignores it.
+    SIGHUP is excluded if the process ignores it, as it does under `nohup`.
     """
     asked = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -43,7 +43,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handle_interrupts(handler: Callable[[int], object]) -> Iterator[None]:
-    """Send SIGINT and SIGTERM to a function; other threads than the main one get no signals."""
+    """Call `handler` on SIGINT and SIGTERM inside the block; no effect outside the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
     before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
@@ -63,7 +63,7 @@ _normal_thresholds = gc.get_threshold()
 
 @contextlib.contextmanager
 def defer_garbage_collection() -> Iterator[None]:
-    """Defer garbage collection until it is resumed or very many objects exist."""
+    """Defer garbage collection inside the block, unless very many objects are created."""
     global _normal_thresholds
     before = gc.get_threshold()
     if before[0] != _DEFERRED_THRESHOLD:
@@ -76,7 +76,7 @@ def defer_garbage_collection() -> Iterator[None]:
 
 
 def freeze_imports() -> None:
-    """Exclude all imported objects from garbage collection; a full collection takes 0.3 s."""
+    """Exclude all imported objects from garbage collection; scanning them takes 0.3 s."""
     if gc.get_threshold()[0] == _DEFERRED_THRESHOLD:
         gc.freeze()
 
@@ -92,13 +92,16 @@ def skip_interpreter_teardown() -> Callable[[int], None]:
 
     Call this before importing the libraries, so that their own exit handlers run first.
 
-    Returns: a function that takes the exit code; call it when all work is done.
+    Returns: a function to call with the exit code when all work is done; without that call, the
+        process exits normally.
     """
     codes: list[int] = []
 
     def exit_now() -> None:
         if codes:
-            with contextlib.suppress(OSError, ValueError):  # Python reports it at exit
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # a closed stream: Python reports it at exit
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(codes[0])

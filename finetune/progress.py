@@ -1,4 +1,4 @@
-"""Progress bars on a terminal; where standard error is a file, one line a minute."""
+"""Progress bars on a terminal; one line per minute if standard error is a file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LINE_SECONDS = 60.0  # between two lines of progress in a file
 
 
 def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
-    """Create the progress bar of a training loop; in a file, it ends with a line."""
+    """Create the progress bar of a training loop; in a file, a last line is always written."""
     return _bar(_Lines, total, initial=start, unit="step", shown=shown)
 
 
 def item_bar(
     total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
 ) -> tqdm[Any]:
-    """Create a progress bar over images, shards or bytes; a short loop leaves no line in a file."""
+    """Create a progress bar over images, shards or bytes; a short loop writes no line to a file."""
     return _bar(_LongLines, total, desc=label and f"{label}: ", unit=unit, shown=shown)
 
 
@@ -49,7 +49,7 @@ def _bar(
 
 
 class _Lines(tqdm):
-    """Progress as whole lines, one a minute and one at the end."""
+    """Write progress as whole lines, one per minute and one at the end."""
 
     _has_last_line = True
     _shown_at: float | None = None
@@ -72,6 +72,6 @@ class _Lines(tqdm):
 
 
 class _LongLines(_Lines):
-    """Progress as lines, one a minute; a loop that ends sooner leaves none."""
+    """Write progress as lines, one per minute; a loop that ends sooner writes none."""
 
     _has_last_line = False

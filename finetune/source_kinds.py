@@ -1,6 +1,6 @@
-"""Kinds of data sources: what `KIND:` in front of a source string means, and what each supports.
+"""Kinds of data sources: the prefixes `KIND:` of source strings, and what each kind supports.
 
-The one table that recipes, the command line and `finetune/data/open_source.py` share.
+Recipes, the command line and `finetune/data/open_source.py` all use this table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SourceKind:
     """A kind of data source.
 
     Attributes:
-        syntax: what the user types, for help and errors.
-        suffix: suffix of a single file of this kind; None without one.
+        syntax: syntax of the source string, for help and error messages.
+        suffix: suffix of a single file of this kind; None if the kind is not a single file.
         is_local: the rest of the source string is a path on this machine.
         accepts_glob: the path may be a glob.
         has_columns: data.image_column and data.label_column apply.
@@ -52,13 +52,13 @@ SOURCE_KINDS = {
 
 
 def split_source(source: str) -> tuple[str | None, str]:
-    """Split a source string. Returns: kind and rest; None and the whole text without a kind."""
+    """Split a source string. Returns: (kind, rest), or (None, source) without a known prefix."""
     kind, colon, rest = source.partition(":")
     return (kind, rest) if colon and kind in SOURCE_KINDS else (None, source)
 
 
 def kind_from_suffix(path: str) -> str | None:
-    """Return the kind of a single file; None for any other suffix."""
+    """Return the kind that has the suffix of this path; None for any other suffix."""
     suffix = Path(path).suffix.lower()
     return next((name for name, kind in SOURCE_KINDS.items() if kind.suffix == suffix), None)
 

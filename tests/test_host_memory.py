@@ -66,9 +66,9 @@ def test_the_cpu_quota_of_a_container_is_used(
 STEPS = """
 import resource, sys
 import numpy as np
-from finetune.host_resources import keep_freed_memory
+from finetune.host_resources import disable_malloc_trim
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    disable_malloc_trim()
 def step():
     kept = [np.ones(2**20, dtype=np.uint64) for _ in range(12)]  # 8 MiB each
 step(), step()

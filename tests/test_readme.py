@@ -52,7 +52,7 @@ def commands() -> list[str]:
         )
     ]
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line))
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
 def kind(command: str) -> str | None:

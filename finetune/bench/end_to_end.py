@@ -1,7 +1,7 @@
-"""Time a whole training command, ours and other libraries', from images to a saved model.
+"""Time whole training commands, ours and other libraries', from images to a saved model.
 
-All commands read the same image folder and the same model folder. Each one has its own process,
-output folder and caches. Settings that are not translated keep the other command's defaults.
+All commands read the same image folder and the same model folder. Each command has its own process,
+output folder and caches. Settings that we do not translate have the other command's defaults.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from finetune.transforms.spec_parser import parse_transform_spec
 __all__ = ["END_TO_END_PEERS", "bench_end_to_end"]
 
 END_TO_END_PEERS = ("timm-train", "transformers-trainer")
-# Keys that are translated for the other commands or stored in the folders; all others must have
-# their default values.
+# Recipe keys that are translated to options of the other commands or baked into the image and model
+# folders; all other keys must have their default values.
 _SUPPORTED_KEYS = {
     "model": "name args rename pretrained image_size posemb head_init compile",
     "data": "source val_fraction merge_val split_seed num_train num_val num_test classes long_tail "
@@ -67,13 +67,13 @@ _HELP_SECONDS = 120
 
 @dataclass(frozen=True)
 class _TrainingJob:
-    """A prepared training.
+    """A training to run with each command.
 
     Attributes:
-        setup: of the recipe.
-        folder: for the images, the model and the files of each command.
+        setup: the training setup of the recipe.
+        folder: a folder for the images, the model and the files of each command.
         precision: fp32, bf16 or fp16.
-        script: timm's train.py.
+        script: path of timm's train.py, if used.
     """
 
     setup: TrainingSetup
@@ -111,13 +111,14 @@ def bench_end_to_end(
     """Time a recipe's whole training command, and the same training by other commands.
 
     Args:
-        path, overrides, out: as for `bench`.
+        path, overrides, out: see `bench`.
         against: "timm-train:PATH" with the path of timm's train.py, or "transformers-trainer".
-        repeats: number of turns of each command; every second round is in reverse order.
-    Returns: "jobs", each {"name", "precision", "seconds", "cpu_seconds", "first_step", "share",
-        "host_bytes"}: `value_range`s of wall-clock time, CPU time, time to the first step, and
-        our wall-clock time over this command's in the same round; "host_bytes" is the peak memory
-        of the largest process. In addition the settings and the machine.
+        repeats: number of rounds; each runs every command once, in alternating order.
+    Returns: a dict with key "jobs", each {"name", "precision", "seconds", "cpu_seconds",
+        "first_step", "share", "host_bytes"}, and with the settings and the machine. "seconds"
+        (wall-clock time), "cpu_seconds", "first_step" (time to the first step) and "share" (our
+        wall-clock time divided by this command's in the same round) are `value_range`s;
+        "host_bytes" is the peak memory of the largest process.
     Raises: FinetuneError, whose class sets the exit code; SetupError if a command fails.
     """
     recipe = load_recipe(path, overrides)
@@ -214,7 +215,7 @@ def _check_arguments(recipe: Recipe, against: Sequence[str]) -> Path | None:
                 )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise SetupError(
-            "bench --end-to-end: starts its own processes; run it without accelerate launch",
+            "bench --end-to-end: this starts its own processes; run it without accelerate launch",
             code="setup.one_process",
         )
     if wrong := _unsupported_keys(recipe):
@@ -227,7 +228,7 @@ def _check_arguments(recipe: Recipe, against: Sequence[str]) -> Path | None:
 
 
 def _unsupported_keys(recipe: Recipe) -> set[str]:
-    """Return the keys that change the training and have no counterpart in the other commands."""
+    """Return the keys that change the training and that the other commands do not support."""
     wrong, optim = set(), recipe.optim
     for name, keys in training_keys(recipe).items():
         if name not in _SUPPORTED_KEYS:
@@ -243,7 +244,7 @@ def _unsupported_keys(recipe: Recipe) -> set[str]:
 
 
 def _write_model(job: _TrainingJob) -> None:
-    """Write the initial network, and a recipe that loads it.
+    """Write the initial network as a model folder, and a recipe that fine-tunes it.
 
     Raises: RecipeError if the network is not a timm model.
     """
@@ -276,12 +277,12 @@ def _write_model(job: _TrainingJob) -> None:
 
 
 def _class_folders(setup: TrainingSetup) -> list[str]:
-    """Return the folder names of the classes: zero-padded numbers, which all readers sort alike."""
+    """Return class folder names: zero-padded numbers, which all commands sort the same way."""
     return [f"{label:06d}" for label in range(setup.num_classes)]
 
 
 def _drop_unreadable(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup with the readable images of train and val.
+    """Return the setup without the unreadable images of train and val.
 
     Raises: RecipeError for streamed images or without a validation split; DataError for unreadable
         images if data.unreadable is stop.
@@ -306,7 +307,7 @@ def _drop_unreadable(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _write_images(job: _TrainingJob) -> None:
-    """Write the images into train/CLASS/ and val/CLASS/: the original JPEG or PNG, else as PNG."""
+    """Write the images into train/CLASS/ and val/CLASS/: JPEG and PNG unchanged, others as PNG."""
     splits, classes = job.setup.source.splits, _class_folders(job.setup)
     (job.folder / "classes.txt").write_text("\n".join(classes))
     for name in ("train", "val"):
@@ -382,7 +383,7 @@ def _timm_transform_options(sentence: str) -> dict[str, Any]:
 
 
 def _trainer_job_spec(job: _TrainingJob, out: Path) -> dict[str, Any]:
-    """Return the argument of `trainer_job.train`."""
+    """Return the `job` argument of `trainer_job.train`."""
     recipe, setup = job.recipe, job.setup
     return {
         "model": str(job.folder / "model"),
@@ -406,7 +407,7 @@ def _trainer_job_spec(job: _TrainingJob, out: Path) -> dict[str, Any]:
 
 
 def _check_timm_script(job: _TrainingJob, script: Path) -> None:
-    """Check the options against the script's --help.
+    """Check that the script's --help lists all options that we use.
 
     Raises: RecipeError if it is not the train.py of the installed timm version.
     """
@@ -429,7 +430,7 @@ def _check_timm_script(job: _TrainingJob, script: Path) -> None:
 def _run_rounds(
     job: _TrainingJob, names: Sequence[str], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run all commands in turns. Returns: the measurements of each turn, by command."""
+    """Run all commands, round by round. Returns: the measurements of each round, by command."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with step_bar(total=repeats * len(names), start=0, shown=True) as shown:
         for number in range(repeats):
@@ -442,7 +443,7 @@ def _run_rounds(
 
 
 def _run_timed(job: _TrainingJob, name: str, folder: Path) -> dict[str, Any]:
-    """Time a command in its folder. Raises: SetupError with its last lines if it fails."""
+    """Time a command in its folder. Raises: SetupError with its last output lines if it fails."""
     log = folder / "log"
     marked, mark = {
         OWN_LOOP: (folder / "run" / "metrics.jsonl", b'"step"'),
@@ -454,7 +455,7 @@ def _run_timed(job: _TrainingJob, name: str, folder: Path) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "FINETUNE_CACHE": str(folder / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
-        # a command that finds several GPUs would use all of them
+        # hide other GPUs: a command that finds several would use all of them
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     }
     first, ended = None, 0

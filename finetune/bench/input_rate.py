@@ -1,4 +1,4 @@
-"""Measure data loading with workers against processes that only decode."""
+"""Compare data loading with workers to processes that only decode."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def input_rates(
     repeats: int = 3,
     seconds: float = 12.0,
 ) -> dict[str, Any]:
-    """Measure loading images as training does without a cache, and decoding alone.
+    """Measure data loading as in training without a pixel cache, and decoding alone.
 
-    Both use the same images in the same order, in turn: first one process per worker decodes and
-    drops the images, then the workers decode and return them.
+    Each turn measures both with the same images in the same order: first, as many processes as
+    workers decode the images and drop them; then the workers decode and return them.
 
     Args:
-        split: without unreadable images.
+        split: the split to read, without unreadable images.
         workers: number of processes, at least 1.
         batch_size: images per batch.
         num_images: minimum number of images per turn.
         repeats: number of turns.
-        seconds: approximate duration of a decoding turn, so that worker start-up counts little.
-    Returns: "decode" and "workers", images per second of every turn; "share", the ratio of the
-        medians.
+        seconds: approximate duration of decoding in a turn, long compared with worker start-up.
+    Returns: a dict with keys "decode" and "workers" (images per second of every turn) and "share"
+        (the ratio of the medians).
     Raises: DataError if an image cannot be read.
     """
     every = np.random.default_rng(0).permutation(len(split))

@@ -1,7 +1,7 @@
 """Run each measured loop in its own process, which waits while another one works.
 
-So the settings of one library do not affect another, and each loop has its own start-up time and
-peak memory.
+This isolates the settings of one library from another, and gives each loop its own start-up time
+and peak memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXIT_TIMEOUT_SECONDS = 10.0  # for a process to end after SIGTERM
 
 
 class ProgressReporter:
-    """Sends progress and messages of a measured process to its parent."""
+    """Sends the progress and log messages of a measured process to its parent process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -58,11 +58,11 @@ class LoopProcess:
     """A process that holds one object; `call` runs the object's methods there.
 
     Args:
-        name: of the loop, for messages.
-        loop_class: the object's class, at module level; it is called with a `ProgressReporter`, the
-            arguments, and a temporary "folder" for its files.
-        arguments: keyword arguments.
-        on_steps: called with the number of new steps.
+        name: name of the loop, for messages.
+        loop_class: class of the object, at module level; it is called with a `ProgressReporter`,
+            `arguments`, and `folder`, a temporary folder for its files.
+        arguments: keyword arguments for `loop_class`.
+        on_steps: called in this process with the number of new steps.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LoopProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve_calls,
-            # by name, so that the process imports its libraries itself, as a command does
+            # the class by name, so that the process imports the libraries itself, as a command does
             args=(
                 theirs,
                 f"{loop_class.__module__}:{loop_class.__qualname__}",
@@ -114,8 +114,8 @@ class LoopProcess:
     def call(self, method: str, **arguments: Any) -> Any:
         """Call a method of the object in the process, and wait for the result.
 
-        Raises: a FinetuneError raised there; SetupError if the process was killed; RuntimeError for
-            any other error, with its traceback as the cause.
+        Raises: the FinetuneError that the method raised; RuntimeError for any other exception, with
+            the remote traceback as its cause; SetupError if the process was killed.
         """
         try:
             self._connection.send((method, arguments))
@@ -139,13 +139,13 @@ class LoopProcess:
 
 
 class _RemoteTraceback(Exception):
-    """The traceback of another process, as text."""
+    """Cause of an exception: the traceback in the other process, as text."""
 
 
 def _rebuild_error(
     name: str, kind: str, message: str, exit_code: int | None, code: str | None, trace: str
 ) -> Exception:
-    """Turn the error of another process into an exception of this one."""
+    """Rebuild an exception that another process raised."""
     error: Exception = RuntimeError(f"{name}: {kind}: {message}")
     if exit_code is not None:
         error = FinetuneError(message, code=code)
@@ -158,7 +158,7 @@ def _rebuild_error(
 
 @contextlib.contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Ignore interrupts in the block; processes that start in it inherit this."""
+    """Ignore SIGINT in the block; processes started in it inherit this."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     except ValueError:  # signals can be set in the main thread only
@@ -177,7 +177,7 @@ def _serve_calls(connection: Connection, class_name: str, arguments: dict[str, A
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # Do not pass this process's start method on to its own workers.
     multiprocessing.set_start_method(None, force=True)
-    with contextlib.suppress(OSError):  # standard error is closed
+    with contextlib.suppress(OSError):  # in case standard error is closed
         os.dup2(2, 1)  # libraries print to stderr
     if "WORLD_SIZE" not in os.environ:
         # Measure one device: a loop that finds several would use all of them.
@@ -196,7 +196,7 @@ def _serve_calls(connection: Connection, class_name: str, arguments: dict[str, A
                 ends = [getattr(error, name, None) for name in ("exit_code", "code")]
                 kind = (MemoryError if is_out_of_memory(error) else type(error)).__name__
                 answer = ("error", (kind, str(error), *ends, traceback.format_exc()))
-            # the start-up ends with the first answer
+            # start-up ends with the first reply
             process_lifecycle.resume_garbage_collection()
             line.flush()
             connection.send(answer)

@@ -1,4 +1,4 @@
-"""Two further measurements: losses compared with float32, and datasets of other sizes."""
+"""Two further benchmarks: losses compared with float32 training, and other dataset sizes."""
 
 # N images, H W pixels, C channels
 
@@ -38,14 +38,14 @@ LOSSES_EVERY = 20  # steps per point of the loss curve
 REFERENCE_OVERRIDES = (
     "run.precision=fp32",
     "model.compile=false",
-)  # overrides of the run to compare with
+)  # overrides of the float32 reference run
 
 
 class LossCurveLoop(FinetuneLoop):
     """Trains a recipe from its first step and records the losses."""
 
     def losses(self, *, steps: int, every: int) -> dict[str, Any]:
-        """Train. Returns: "losses", each a mean over `every` steps; "precision"; "compiled"."""
+        """Train. Returns: "losses" (means over `every` steps), "precision" and "compiled"."""
         self._open_training()
         trainer, losses = self.trainer, []
         with (
@@ -65,8 +65,8 @@ def study_losses(recipe: Recipe, reference: Recipe, *, steps: int) -> dict[str, 
 
     Args:
         reference: the recipe with `REFERENCE_OVERRIDES`.
-        steps: a multiple of LOSSES_EVERY.
-    Returns: as `compare_losses`.
+        steps: number of steps, a multiple of LOSSES_EVERY.
+    Returns: the result of `compare_losses`.
     """
     curves = []
     with step_bar(total=2 * steps, start=0, shown=True) as shown:
@@ -80,8 +80,9 @@ def study_losses(recipe: Recipe, reference: Recipe, *, steps: int) -> dict[str, 
 def compare_losses(own: dict[str, Any], plain: dict[str, Any], *, every: int) -> dict[str, Any]:
     """Compare two loss curves.
 
-    Returns: "rows", each {"step", "loss", "plain", "difference"}, means over the `every` steps up
-        to "step"; "largest", the largest difference; "precision" and "compiled" of the first.
+    Returns: a dict with keys "rows", each {"step", "loss", "plain" (the reference loss),
+        "difference"}, means over the `every` steps up to "step"; "largest", the largest absolute
+        difference; "precision" and "compiled" of `own`.
     """
     pairs = zip(own["losses"], plain["losses"], strict=True)
     rows = [
@@ -97,10 +98,10 @@ class DatasetSizeLoop(FinetuneLoop):
     """Trains a recipe on its images repeated up to another dataset size."""
 
     def train_on_size(self, *, images: int, warmup: int, steps: int) -> dict[str, Any]:
-        """Train on a dataset of another size, with one more warm-up step that shuffles the epoch.
+        """Train on a dataset of `images` images; an extra warm-up step shuffles the epoch.
 
-        Returns: "images"; "rate", images per second; "own_bytes", memory for labels, rows and
-            the order of an epoch.
+        Returns: a dict with keys "images", "rate" (images per second) and "own_bytes" (memory for
+            labels, row indices and the order of an epoch).
         Raises: RecipeError for images of several sizes; SetupError if the file does not fit.
         """
         loader, setup = self.loader, self.setup
@@ -129,7 +130,7 @@ class DatasetSizeLoop(FinetuneLoop):
         return {"images": images, "rate": rate, "own_bytes": own_bytes}
 
     def _memory_mapped(self, images_NHWC: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a memory-mapped file with the images repeated up to a number, as a tensor."""
+        """Return a memory-mapped tensor with the images repeated up to `number` images."""
         shape = (number, *images_NHWC.shape[1:])
         path = self.folder / f"{number}.uint8"
         own = images_NHWC.cpu().numpy()
@@ -150,8 +151,9 @@ def study_sizes(
 ) -> dict[str, Any]:
     """Train on datasets of several sizes in turn, each in its own process.
 
-    Returns: "rows", each {"images", "train" of `value_range`, "own_bytes"}; "per_image", bytes of
-        memory per additional image, from the smallest to the largest dataset, or None for one.
+    Returns: a dict with keys "rows", each {"images", "train" (a `value_range`), "own_bytes"}, and
+        "per_image", the bytes of memory per additional image between the smallest and the largest
+        dataset, or None for a single size.
     """
     numbers = sorted(set(sizes))
     turns: dict[int, list[dict[str, Any]]] = {size: [] for size in numbers}

@@ -1,4 +1,4 @@
-"""Render the results of a bench as tables, for the terminal and for a Markdown page."""
+"""Render benchmark results as tables, for the terminal and for a Markdown page."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def _tables(result: dict[str, Any]) -> Iterator[tuple[_Rows, list[str]]]:
 
 
 def check_page(path: Path) -> None:
-    """Check before measuring that the page can be written; create its folder.
+    """Check before measuring that the page can be written, and create its folder.
 
-    Raises: the errors of `write_section`.
+    Raises: same as `write_section`.
     """
     make_writable_folder(path.parent, option="--out")
     _read_page(path)
@@ -199,7 +199,7 @@ def _loop_table(result: dict[str, Any]) -> _Rows:
 
 
 def _format_flops(rows: list[dict[str, Any]]) -> str:
-    """Format the operations per image, and those of other loops if they differ."""
+    """Format the FLOPs per image of our loop, and those of other loops if they differ."""
     own, *others = dict.fromkeys(f"{row['operations_per_image'] / 1e9:,.3g}" for row in rows)
     return f"{own} GFLOP" + (f" ({' or '.join(others)} in the other loops)" if others else "")
 
@@ -277,7 +277,7 @@ def _median_and_range(rates: dict[str, Any]) -> tuple[str, str]:
 
 
 def _format_rate(value: float) -> str:
-    """Format with one decimal below 1000, else without."""
+    """Format a rate with one decimal below 1000, else without decimals."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 

@@ -51,10 +51,10 @@ class MatMul:
 def list_matmuls(network: nn.Module, step: Callable[[], Any]) -> Counter[MatMul]:
     """List the matrix products of linear layers and convolutions in one real training step.
 
-    Products inside attention, between activations, are not included, nor the few of a class token's
-    queries, keys and values: the rate covers the shapes that make up most of the work.
+    Products of activations inside attention, and those for a class token alone, are not included:
+    the remaining shapes make up most of the work.
 
-    Returns: how often each product occurs; empty for a network without such layers.
+    Returns: number of occurrences of each product; empty for a network without such layers.
     """
     counts: Counter[MatMul] = Counter()
 
@@ -83,9 +83,10 @@ def list_matmuls(network: nn.Module, step: Callable[[], Any]) -> Counter[MatMul]
 def matrix_rate(
     counts: Counter[MatMul], *, dtype: torch.dtype, device: torch.device
 ) -> float | None:
-    """Measure how fast this machine computes these products, one at a time with cached matrices.
+    """Measure how fast this machine computes the products in isolation, with matrices in cache.
 
-    Returns: operations per second over all products, weighted by their counts; None for none.
+    Returns: operations per second over all products, weighted by `counts`; None if `counts` is
+        empty.
     """
     seconds = operations = 0.0
     for product, times in counts.items():
@@ -95,7 +96,7 @@ def matrix_rate(
 
 
 def _layer_seconds(product: MatMul, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a layer's forward and backward products."""
+    """Return the seconds of a layer's forward product and its gradients' products."""
 
     def filled(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)

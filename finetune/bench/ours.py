@@ -1,4 +1,4 @@
-"""Measure the loop of `finetune train` on every process of a launch, with and without input."""
+"""Measure the training loop of `finetune train`, with real and synthetic input."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _PROFILED_STEPS = 3
 
 
 class FinetuneLoop(MeasuredLoop):
-    """Trains a recipe on the processes of a launch, a number of steps at a time.
+    """Trains a recipe on all processes of a launch, some steps per call.
 
     Args:
-        progress: receives steps and messages.
-        recipe: to train as `finetune train` does.
-        folder: for the run directory; the caller removes it.
+        progress: the `ProgressReporter` that receives steps and messages.
+        recipe: the recipe, trained as by `finetune train`.
+        folder: folder for the run directory; the caller removes it.
     """
 
     def __init__(self, progress: Any, *, recipe: Recipe, folder: str) -> None:
@@ -60,9 +60,9 @@ class FinetuneLoop(MeasuredLoop):
     def prepare(self) -> dict[str, Any]:
         """Build the setup, run the first step, and count the operations of a step.
 
-        Returns: "device", "precision", "compiled", "batch_size", "micro_batch", "image_size",
-            "num_images", "of_features" (whether `train` would compute the features once instead),
-            "seconds_to_first_step", "operations" of a step, "machine".
+        Returns: a dict with keys "device", "precision", "compiled", "batch_size", "micro_batch",
+            "image_size", "num_images", "of_features" (True if `train` would cache the features),
+            "seconds_to_first_step", "operations" (per step) and "machine".
         """
         self._open_training()
         self.val_loader = _eval_loader(self.setup)
@@ -90,7 +90,7 @@ class FinetuneLoop(MeasuredLoop):
         }
 
     def _open_training(self) -> None:
-        """Build the setup as `train` does, up to its first step."""
+        """Build the setup and trainer as `train` does before its first step."""
         run = RunDir(self.folder / "run")
         self.accelerator = create_accelerator(self.recipe.run, out=run.path)
         self.device = self.accelerator.device
@@ -126,8 +126,8 @@ class FinetuneLoop(MeasuredLoop):
         """Continue training.
 
         Args:
-            warmup, steps: number of untimed and of timed steps.
-            synthetic: repeat the batches of one step, which stay on the device.
+            warmup, steps: number of untimed steps, then of timed steps.
+            synthetic: repeat the batches of a single step, which stay on the device.
         Returns: images per second, without the warm-up.
         """
         store = self.active_loader.store
@@ -172,7 +172,7 @@ class FinetuneLoop(MeasuredLoop):
         return clock
 
     def evaluate(self, *, images: int) -> float:
-        """Evaluate up to a number of images. Returns: images per second."""
+        """Evaluate at most `images` images. Returns: images per second."""
         batch_size = self.recipe.data.eval_batch_size
 
         def evaluated(number: int) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class FinetuneLoop(MeasuredLoop):
             network = self.trainer.eval_model()
             return evaluate(network, loader, self.accelerator, batch_size=batch_size)
 
-        if not self._has_evaluated:  # the first one allocates the memory
+        if not self._has_evaluated:  # the first evaluation allocates memory
             evaluated(batch_size)
             self._has_evaluated = True
         return float(evaluated(images)["images_per_second"])
@@ -188,7 +188,7 @@ class FinetuneLoop(MeasuredLoop):
     def matrix_rate(self) -> float | None:
         """Measure matrix multiplication on all processes at the same time.
 
-        Returns: operations per second at this network's shapes and dtype, or None.
+        Returns: operations per second at this network's shapes and dtype; see `matrix_rate`.
         """
         self.accelerator.wait_for_everyone()
         own = matrix_rate(self.products, dtype=DTYPES[self.precision], device=self.device)
@@ -206,8 +206,8 @@ class FinetuneLoop(MeasuredLoop):
     def profile(self, *, folder: str) -> dict[str, Any]:
         """Trace a few steps into trace.json, for chrome://tracing or Perfetto.
 
-        Returns: "trace", "steps", and the "operations" with the most self time: "name", "calls" and
-            "milliseconds" per step, "share".
+        Returns: a dict with keys "trace" (the file), "steps" and "operations" (those with the most
+            self time), each {"name", "calls" and "milliseconds" per step, "share"}.
         """
         from torch.profiler import ProfilerActivity, profile
 
@@ -267,7 +267,7 @@ def zero_features(loader: ImageLoader, width: int) -> FeatureLoader:
 
 
 def with_store(loader: ImageLoader, store: PixelStore) -> ImageLoader:
-    """Return a copy of a loader with other images."""
+    """Return a copy of a loader that reads from another pixel store."""
     return ImageLoader(
         store,
         loader.pipeline,

@@ -1,9 +1,8 @@
-"""Train the same network in another library's loop, on the first images of our training.
+"""Train the same network in another library's loop, on the first images of our training run.
 
 The loops are transformers' Trainer and a plain loop with timm's components. The recipe sets batch
 size, loss, optimizer and augmentation; everything else is the library's default. The images are
-decoded to PIL before timing starts, which saves these loops the cost of reading and decoding files
-in every epoch.
+decoded to PIL before timing starts, so these loops do not pay for reading and decoding files.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -37,18 +36,18 @@ _TRIAL_STEPS = 3
 
 
 class PeerLoop(MeasuredLoop):
-    """Runs another library's loop on this process, a number of steps at a time.
+    """Runs another library's loop in this process, some steps per call.
 
     Args:
-        progress: receives steps and messages.
-        recipe: of the training.
+        progress: the `ProgressReporter` that receives steps and messages.
+        recipe: the recipe.
         loop: a key of PEER_LOOPS.
         precision: fp32, bf16 or fp16.
         device: device type.
-        folder: for files that a library always writes; the caller removes it.
+        folder: folder for files that a library always writes; the caller removes it.
     Attributes, after `prepare`:
-        setup: of the recipe; its network is on the device, in training mode.
-        images: decoded.
+        setup: setup of the recipe; its network is on the device, in training mode.
+        images: the decoded images.
         augment: transforms from PIL image to PIL image, before normalization.
         accumulation_steps: micro-batches per step, of equal size.
         workers: number of loading processes, 0 for none.
@@ -87,7 +86,8 @@ class PeerLoop(MeasuredLoop):
     def prepare(self) -> dict[str, Any]:
         """Build the network, decode images, and choose the faster number of workers.
 
-        Returns: "seconds_to_first_step", "compiled", "workers" and "operations" per step.
+        Returns: a dict with keys "seconds_to_first_step", "compiled", "workers" and "operations"
+            (per step).
         Raises: RecipeError if these loops do not support the recipe.
         """
         recipe = self.recipe
@@ -126,7 +126,7 @@ class PeerLoop(MeasuredLoop):
         }
 
     def train(self, *, warmup: int, steps: int) -> float:
-        """Continue training; see `Ours.train`. Returns: images per second."""
+        """Continue training; see `FinetuneLoop.train`. Returns: images per second."""
         return self.recipe.data.batch_size * steps / self._run_timed(steps, warmup=warmup).seconds
 
     def _run_timed(self, steps: int, *, warmup: int = 1) -> StepTimer:
@@ -138,14 +138,14 @@ class PeerLoop(MeasuredLoop):
 
 
 class DecodedImages(Dataset[tuple[Any, int]]):
-    """A dataset that repeats decoded images and transforms them each time.
+    """A dataset that repeats decoded images and transforms each repetition.
 
     Args:
-        split: to decode from.
-        indices: of the images in the split.
+        split: the split to decode from.
+        indices: indices of the images in the split.
     Attributes:
         num_samples: length of the dataset, with repetitions.
-        transform: of one PIL image; the loop sets it.
+        transform: the transform of a PIL image; set by the loop.
     """
 
     def __init__(self, split: Split, indices: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class DecodedImages(Dataset[tuple[Any, int]]):
 
 
 def _decode_images(setup: TrainingSetup) -> DecodedImages:
-    """Decode the first images of our own training."""
+    """Decode the images that our own training reads first."""
     number = min(setup.num_samples, max(setup.recipe.data.batch_size, _NUM_DECODED_IMAGES))
     return DecodedImages(
         setup.source.splits["train"], setup.sampler.epoch_order(0)[:number].tolist()
@@ -203,7 +203,7 @@ class _ModelWithLoss(nn.Module):
 
 
 def _train_with_transformers(peer: PeerLoop, steps: int, on_step: Callable[[], None]) -> None:
-    """Train with transformers.Trainer: the recipe's settings, else its defaults."""
+    """Train with transformers.Trainer: settings from the recipe, else the Trainer's defaults."""
     from torchvision.transforms import v2
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
     from transformers.utils import logging
@@ -237,7 +237,7 @@ def _train_with_transformers(peer: PeerLoop, steps: int, on_step: Callable[[], N
         save_strategy="no",
         logging_strategy="no",
     )
-    theirs = peer.recipe.optim.name == "adamw"  # keep the Trainer's default, which is fused
+    theirs = peer.recipe.optim.name == "adamw"  # keep the Trainer's default, fused AdamW
     trainer = Trainer(
         model=_ModelWithLoss(peer.network, peer.loss()),
         args=arguments,

@@ -1,7 +1,7 @@
 """Predict memory and time of training steps, from a few real steps of one recipe.
 
-Memory is a sum of parts: tensors from their shapes, activations from a pass with fake tensors
-(`estimate_memory`). Time is proportional to the operations of a pass, plus the input time.
+Memory is a sum of parts: parameters and states from their shapes, activations from a pass with fake
+tensors (`estimate_memory`). Time is proportional to the FLOPs of a pass, plus the input time.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class TrialMeasurements:
     """Measurements from real steps of a recipe.
 
     Attributes:
-        images_per_second, images_per_second_without_input: throughput.
+        images_per_second, images_per_second_without_input: training throughput, with real and with
+            synthetic input.
         resident_bytes: host memory between two steps; 0 for a device with its own memory.
         image_bytes: decoded images in the device's memory.
         report_bytes: host memory of the libraries that write the report.
         feature_bytes, feature_dim: size of the cached features of all images and their dimension;
             0 if training uses the images.
-        keeps_images: True if decoded images are kept.
-        teacher_bytes, teacher_estimate: weights of a teacher, and the memory of its forward pass.
+        keeps_images: True if decoded images stay in memory.
+        teacher_bytes, teacher_estimate: weights of the distillation teacher, if any, and the memory
+            of its forward pass.
     """
 
     images_per_second: float
@@ -74,12 +76,13 @@ class Prediction:
 
     Attributes:
         micro_batch_size: images per micro-batch in training.
-        eval_batch_size: images per batch in evaluation, 0 without evaluation.
-        parts: bytes of "program", "weights", "gradients", "moments", "average", "teacher",
+        eval_batch_size: images per batch in evaluation; 0 without evaluation.
+        parts: bytes by part: "program", "weights", "gradients", "moments", "average", "teacher",
             "images", "features" and "snapshot".
-        phases: bytes in "training", "evaluation", "report", or while computing "features".
-        activations: memory of a training step in addition to the parts.
-        images_per_second: None if operations do not explain the change.
+        phases: peak bytes by phase: "training", "evaluation", "report", and "features" while
+            features are computed.
+        activations: memory of a training step in addition to `parts`.
+        images_per_second: training throughput; None if FLOPs cannot predict it for this recipe.
         has_adapter: True if the recipe trains an adapter.
     """
 
@@ -93,7 +96,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the largest phase."""
+        """Peak bytes of the largest phase."""
         return max(self.phases.values())
 
     @property
@@ -104,7 +107,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _PassEstimates:
-    """Memory estimates for the network of a model section: a fake copy, training, evaluation."""
+    """Memory estimates of training and evaluation for a model section, with the fake network."""
 
     fake_model: nn.Module
     training: MemoryEstimate
@@ -112,15 +115,15 @@ class _PassEstimates:
 
 
 class Predictor:
-    """Predicts memory and time of the measured recipe or of overrides of it.
+    """Predicts memory and time of the measured recipe, also with other settings.
 
     Args:
-        setup: of the measured recipe.
-        network: of the setup, with its kernels chosen; not wrapped.
-        dtype: of its forward pass.
-        micro_batch_size: of its steps; None for the whole batch.
+        setup: setup of the measured recipe.
+        network: network of `setup` with its kernels chosen, not wrapped by DDP or torch.compile.
+        dtype: dtype of the forward pass.
+        micro_batch_size: images per micro-batch; None for the whole batch.
         measured: measurements of the same recipe.
-        tick: called for each network that is estimated.
+        tick: called for each network whose memory is estimated.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Predictor:
         """Predict a run of a recipe on this device and dataset.
 
         Args:
-            recipe: the measured one, or an override of it.
+            recipe: the measured recipe, possibly with overrides.
             ignore_input_time: assume that loading images takes no time.
         Raises: FinetuneError if this network does not support the recipe.
         """
@@ -218,7 +221,7 @@ class Predictor:
         twin = fake_copy(network, FakeTensorMode())
         change(twin)
         width = self.measured.feature_dim
-        # a step of the classifier alone holds its features in float32 and in the compute dtype
+        # training only the classifier stores its features in float32 and in the compute dtype
         training = MemoryEstimate(0, 8 * width) if width else need(train=True)
         training += self.measured.teacher_estimate
         return _PassEstimates(twin, training, need(train=False))
@@ -226,7 +229,7 @@ class Predictor:
     def _build_network(
         self, model: ModelSection, dtype: torch.dtype
     ) -> tuple[nn.Module, tuple[int, int]]:
-        """Return the network, before freezing, and its input (height, width) in pixels."""
+        """Return the network before freezing, and its input size (height, width) in pixels."""
         own, device = self.setup.recipe.model, self.setup.device
         changed_later = {
             "compile",
@@ -243,7 +246,7 @@ class Predictor:
         return built.model, built.preprocessing.image_size
 
     def _memory_parts(self, recipe: Recipe, passes: _PassEstimates) -> dict[str, int]:
-        """Return the bytes that every step holds, by part."""
+        """Return the bytes that stay allocated during a step, by part."""
         setup = dataclasses.replace(self.setup, recipe=recipe)
         kept = training_state_bytes(passes.fake_model, recipe.optim)
         snapshot = checkpoint_bytes(kept, adapter=recipe.model.adapter is not None)
@@ -274,10 +277,10 @@ class Predictor:
     def _memory_phases(
         self, parts: dict[str, int], activations: int, evaluation: int, evaluated: int
     ) -> dict[str, int]:
-        """Return the bytes of each phase; evaluation and report hold no gradients."""
+        """Return the peak bytes of each phase; evaluation and report need no gradients."""
         kept = sum(parts.values())
         phases = {"training": kept + activations}
-        if self.measured.feature_dim:  # images in the first phase, only their features later
+        if self.measured.feature_dim:  # the images are needed only while features are computed
             kept -= parts["images"]
             model = parts["program"] + parts["weights"] + parts["average"]
             phases = {
@@ -319,13 +322,13 @@ class Predictor:
         )
 
     def _relative_pass_time(self, dtype: torch.dtype) -> float:
-        """Return the time of a pass in another dtype relative to the run's, from a few images."""
+        """Measure the time of a pass in `dtype`, relative to the measured recipe's dtype."""
         twin, seconds = fake_copy(self.network), dict[torch.dtype, float]()
         images, size = (
             min(self._max_micro_batch_size, _TIMED_IMAGES),
             self.setup.preprocessing.image_size,
         )
-        for kind in (self.dtype, dtype) * 2:  # the first of each warms up
+        for kind in (self.dtype, dtype) * 2:  # the first pass of each dtype is a warm-up
             started = time.perf_counter()
             run_step(twin, max(images, 2), size, kind, train=True)
             synchronize(self.setup.device)

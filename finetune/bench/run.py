@@ -1,4 +1,4 @@
-"""Measure a recipe's training on this machine, and the same training in other libraries' loops."""
+"""`finetune bench`: measure a recipe's training speed, also in other libraries' loops."""
 
 from __future__ import annotations
 
@@ -67,28 +67,29 @@ def bench(
     profile: str | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
-    """Measure a recipe's training and other loops, in several turns.
+    """Measure the training speed of a recipe and of other loops, in several alternating turns.
 
     Args:
-        path: of the recipe.
-        overrides: each `section.key=value`.
-        against: names in COMPARISONS. "synthetic" is the same training without input; other loops
-            run in our precision and in fp32, or in the one of LOOP:PRECISION, which our own loop
-            requires; "decode" runs one decoding process per worker.
+        path: path of the recipe.
+        overrides: overrides of the recipe, each `section.key=value`.
+        against: names in COMPARISONS. "synthetic" is our training with synthetic input. Other
+            libraries' loops run in our precision and in fp32, or only in PRECISION if written as
+            LOOP:PRECISION; our own loop needs a PRECISION. "decode" measures as many decoding
+            processes as workers.
         steps: timed steps per turn.
-        repeats: number of turns of each loop.
-        losses: number of first steps whose losses are compared with float32; a multiple of
-            `LOSSES_EVERY`.
-        sizes: additional dataset sizes, in images.
-        profile: folder for a trace.
+        repeats: number of turns per loop.
+        losses: number of steps, from the first, whose losses are compared with float32 training; a
+            multiple of `LOSSES_EVERY`.
+        sizes: further dataset sizes to measure, in images.
+        profile: folder for a profiler trace.
         out: Markdown file in which the recipe's section is added or replaced.
-    Returns: "rows", each {"name", "precision", "compiled", "train", "evaluation",
+    Returns: a dict with keys "rows", each {"name", "precision", "compiled", "train", "evaluation",
         "seconds_to_first_step", "host_bytes", "device_bytes", "workers", "operations_per_image",
-        "ratio", "fraction"}; "matrix_rate", "input_share"; "inputs" of `input_rates`, "losses" of
-        `study_losses` and "sizes" of `study_sizes`, or None; "load", the load average before the
-        measurement; the settings and the machine. Rates are {"median", "min", "max", "values"} of
-        images (or operations) per second; "ratio" is our rate over this row's, "fraction" the
-        fraction of the matrix rate.
+        "ratio", "fraction"}; "matrix_rate", "input_share"; "inputs" (see `input_rates`), "losses"
+        (see `study_losses`) and "sizes" (see `study_sizes`), each None unless requested; "load",
+        the load average before the measurement; and the settings and the machine. Rates are
+        `value_range`s of images (or operations) per second; "ratio" is our rate divided by this
+        row's, "fraction" the achieved fraction of the matrix rate.
     Raises: FinetuneError; its class sets the exit code.
     """
     recipe, against = load_recipe(path, overrides), tuple(dict.fromkeys(against))
@@ -122,7 +123,7 @@ def bench(
 def _run_measurements(
     recipe: Recipe, against: Sequence[str], *, steps: int, repeats: int, profile: str | None
 ) -> dict[str, Any]:
-    """Run all loops in turns. Returns: the results, with "inputs" and "profile"."""
+    """Measure all loops in alternating turns. Returns: the results, with "inputs" and "profile"."""
     with (
         step_bar(total=1, start=0, shown=is_main_process()) as shown,
         contextlib.ExitStack() as hosts,
@@ -142,7 +143,7 @@ def _run_measurements(
 
 
 class _BenchSession:
-    """The loops of one bench call, each in its process, and their measurements."""
+    """The loops of one `bench` call, each in its own process, and their measurements."""
 
     def __init__(self, recipe: Recipe, shown: tqdm[Any], stack: contextlib.ExitStack) -> None:
         self.recipe = recipe
@@ -163,7 +164,7 @@ class _BenchSession:
                 "whole network in every step (finetune info --plan estimates the time of the run)"
             )
         own = facts["precision"]
-        # the size that `auto` resolved to
+        # the micro-batch size that "auto" resolved to
         data = self.recipe.data.model_copy(update={"micro_batch": facts["micro_batch"]})
         same = {"recipe": self.recipe.model_copy(update={"data": data}), "device": facts["device"]}
         for wish in [name for name in against if name not in _WITHOUT_OWN_LOOP]:
@@ -201,11 +202,11 @@ class _BenchSession:
         self.shown.update(steps)
 
     def take_turns(self, steps: int) -> None:
-        """Measure everything once, one loop after another."""
+        """Measure every loop once, one after another."""
         timed = {"warmup": WARMUP_STEPS, "steps": steps}
         for name, host in self.hosts.items():
             self._measure(name, host, "train", **timed)
-            if "memory" not in self.facts[name]:  # before evaluation adds to it
+            if "memory" not in self.facts[name]:  # before evaluation raises the peak
                 self.facts[name]["memory"] = host.call("memory")
             if name == OWN_LOOP:
                 self._measure("synthetic", host, "train", synthetic=True, **timed)
@@ -221,12 +222,12 @@ class _BenchSession:
         self.rates.setdefault(name, []).append(host.call(method, **arguments))
 
     def result(self, *, shown_synthetic: bool) -> dict[str, Any]:
-        """Return the measurements as plain values."""
+        """Return the measurements as JSON-serializable values."""
         facts, rates = self.facts[OWN_LOOP], self.rates
         pairs = zip(rates[OWN_LOOP], rates["synthetic"], strict=True)
         shares = [
             max(0.0, 1 - real / without) for real, without in pairs
-        ]  # noise can make it negative
+        ]  # max, because noise can make it negative
         matrix = None if None in rates["matrix"] else value_range(rates["matrix"])
         kept = ("architecture", "precision", "compiled", "batch_size", "image_size", "num_images")
         loops = {name.partition(":")[0] for name in self.hosts}
@@ -278,7 +279,7 @@ def bench_command(
     *flags: str,
     **options: int | Sequence[int] | None,
 ) -> str:
-    """Return the command that repeats a measurement; an option has one value, several or None."""
+    """Return the command line that repeats a benchmark; options that are None are omitted."""
     words = ["finetune", "bench", path, *overrides, *flags]
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"

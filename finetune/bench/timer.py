@@ -1,4 +1,4 @@
-"""Measure time and memory of a training loop, ours and other libraries' in the same way."""
+"""Measure time and memory of training loops; the same code for ours and other libraries'."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PREFETCH_FACTOR = 2
 
 
 class StepTimer:
-    """Times the steps after a warm-up; waits for the device at the start and the end.
+    """Times training steps after a warm-up; synchronizes the device at the start and the end.
 
     Args:
-        device: that runs the steps.
+        device: the device that runs the steps.
         warmup: number of untimed steps, at least 1.
         steps: number of timed steps; 0 measures only the first warm-up step.
         tick: called after each step.
     Attributes:
-        seconds: of the timed steps.
-        seconds_to_first_step: from the start of the process to the end of the first step.
+        seconds: duration of the timed steps.
+        seconds_to_first_step: time from the start of the process to the end of the first step.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepTimer:
         self._started = 0.0
 
     def step(self) -> None:
-        """Count a finished step."""
+        """Count a finished step; call it after each step."""
         self._done += 1
         if self._done in (1, self.warmup, self.warmup + self.steps):
             synchronize(self.device)
@@ -91,16 +91,16 @@ def peak_host_bytes() -> int:
 
 
 class MeasuredLoop:
-    """A training loop to measure, on a device that it shares with other loops in turn."""
+    """Base class of measured training loops, which take turns on a device."""
 
     device: torch.device
 
     def memory(self) -> dict[str, int | None]:
-        """Return the peak memory so far in bytes: "host", and "device" for a GPU, else None."""
+        """Return the peak memory in bytes so far: "host", and "device" (None without a GPU)."""
         is_gpu = self.device.type == "cuda"
         on_device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
         return {"host": peak_host_bytes(), "device": on_device}
 
     def empty_cache(self) -> None:
-        """Release the device's cached memory while another process runs."""
+        """Release the cached memory of the device, so that another process can use it."""
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Translate a recipe's training transforms to torchvision, for the loops of other libraries.
 
-The transforms keep the written order; only ours moves color and rotation before upscaling.
+The transforms run in the written order; only our own pipeline moves color and rotation before
+upscaling.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def to_torchvision(transform_spec: str, *, image_size: _Size, interpolation: str
     """Translate a transform spec into torchvision transforms of PIL images.
 
     Args:
-        transform_spec: of training.
+        transform_spec: the transform spec of training.
         image_size: (height, width) of the network's input, in pixels.
-        interpolation: default for resizes.
-    Returns: transforms from PIL image to PIL image; the loop itself normalizes.
+        interpolation: default interpolation of resizes.
+    Returns: transforms from PIL image to PIL image, without normalization, which the loop does.
     Raises: RecipeError for an operation without a counterpart in torchvision.
     """
     transforms = []
@@ -50,7 +51,7 @@ def to_torchvision(transform_spec: str, *, image_size: _Size, interpolation: str
 
 
 def _output_size(call: TransformCall, image_size: _Size) -> int | _Size:
-    """Return the output size; an integer keeps the aspect ratio in a resize, else is a square."""
+    """Return the output size; in a resize, an int is the shorter side, else a square."""
     size: int | _Size | None = call.arguments.get("size")
     if size is None:
         return image_size

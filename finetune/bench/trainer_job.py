@@ -1,7 +1,7 @@
 """Train with transformers' Trainer on a folder of images; `end_to_end` runs this as a command.
 
-`python -m finetune.bench.trainer_job JOB.json` is written as a user of the Trainer would write it:
-with the settings of the recipe, and the Trainer's defaults for everything else.
+`python -m finetune.bench.trainer_job JOB.json` is what a user of the Trainer would write: it uses
+the settings of the recipe, and the Trainer's defaults for everything else.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -22,8 +22,9 @@ def train(job: dict[str, Any]) -> None:
     """Train, validate after each epoch, and save the model.
 
     Args:
-        job: "model", a folder in timm's hub format; "data", one with train/ and val/; "sentence"
-            and "interpolation" of training images; "arguments" of TrainingArguments.
+        job: a dict with keys "model" (a folder in timm's Hub format), "data" (a folder with train/
+            and val/), "sentence" (the training transform spec), "interpolation" (its default) and
+            "arguments" (for TrainingArguments).
     """
     import torch
     from torchvision.datasets import ImageFolder

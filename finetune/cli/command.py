@@ -1,4 +1,4 @@
-"""What every command shares: --json and --debug, its result on standard output, its help."""
+"""Behavior of every command: --json and --debug, results on standard output, help."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class CommandResult:
     """The result of a command.
 
     Attributes:
-        data: printed with --json.
-        text: printed otherwise.
-        error: raised after the result is printed; None if the command succeeded.
+        data: the result to print with --json.
+        text: the result to print without --json.
+        error: the error to raise after printing; None if the command succeeded.
     """
 
     data: Any
@@ -44,7 +44,7 @@ class CommandResult:
 
 
 class CommandGroup(click.Group):
-    """A group that takes --debug, lists its commands in sections, and suggests the nearest name."""
+    """A click group with --debug, sections of commands in its help, and suggestions for typos."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the first sentence of each command's help in full; click would cut it."""
+        """List the commands with the complete first sentence of their help; click truncates it."""
         sections = self.sections or {"Commands": list(self.commands.values())}
         width = max(map(len, self.commands), default=0)
         for title, commands in sections.items():
@@ -83,8 +83,8 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
     """Decorator: make a click command with --json and --debug that prints the returned result.
 
     Args:
-        name: of the command.
-        example: a command line that --help shows.
+        name: the name of the command.
+        example: an example command line to show in --help.
     """
 
     def decorate(function: Callable[..., CommandResult]) -> click.Command:
@@ -93,7 +93,7 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
             state = click.get_current_context().find_root().obj
             state["json"] = as_json
             _check_output_paths(arguments)
-            with contextlib.redirect_stdout(sys.stderr):  # for what libraries print
+            with contextlib.redirect_stdout(sys.stderr):  # for the output of libraries
                 result = function(**arguments)
             if is_main_process():
                 text = to_json(result.data) if as_json else escape_control_chars(result.text)
@@ -129,13 +129,13 @@ def _enable_debug(ctx: click.Context, param: click.Parameter, value: bool) -> No
 
 
 def _check_output_paths(arguments: Mapping[str, Any]) -> None:
-    """Refuse, before any work, an output path that the file system cannot represent.
+    """Reject output paths that are empty or that the file system cannot represent, before any work.
 
-    The command itself checks what exists there and whether it is writable.
+    The command itself checks later what exists at the path and whether it is writable.
 
     Args:
-        arguments: of a command, by name.
-    Raises: RecipeError or SetupError naming the option.
+        arguments: the arguments of a command, by name.
+    Raises: RecipeError or SetupError, with the name of the option.
     """
     for name in _OUTPUT_OPTIONS:
         option, path = f"--{name.replace('_', '-')}", arguments.get(name)
@@ -143,7 +143,7 @@ def _check_output_paths(arguments: Mapping[str, Any]) -> None:
             continue
         if not path.strip():
             raise RecipeError(
-                f"{option}: is empty; give a path, or omit the option", code="recipe.wrong_value"
+                f"{option}: empty path; give a path, or omit the option", code="recipe.wrong_value"
             )
         try:
             os.lstat(path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from finetune.cli.arguments import source_argument
 from finetune.cli.command import CommandGroup, CommandResult, command
 from finetune.cli.output import format_nested
+from finetune.cli.shared_arguments import source_argument
 from finetune.errors import DataError
 
 __all__ = ["data"]

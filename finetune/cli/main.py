@@ -1,6 +1,6 @@
 """Entry point of the command line.
 
-Commands import what they need when they run: `finetune --help` does not load torch.
+Commands import their modules only when they run, so `finetune --help` does not load torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SECTIONS = {
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(
-    sys.modules["finetune"].__version__,  # loaded already, as the package of this module
+    sys.modules["finetune"].__version__,  # already imported, as the parent package
     prog_name="finetune",
     message="%(prog)s %(version)s",
 )
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: what follows `finetune`; default: those of this process.
+        arguments: the arguments after `finetune`; None uses those of this process.
     Returns: the exit code.
     """
     exit_process = process_lifecycle.skip_interpreter_teardown() if arguments is None else None
     try:
         with process_lifecycle.defer_garbage_collection():
             exit_code = run(cli, sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:  # after the command had ended
+    except KeyboardInterrupt:  # pressed after the command had ended
         exit_code = EXIT_INTERRUPTED
     if exit_process is not None:
         reset_interrupt_handler()

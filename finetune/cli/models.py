@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from finetune.cli.arguments import (
+from finetune.cli.command import CommandResult, command
+from finetune.cli.shared_arguments import (
     IMAGE_SIZE,
     PORT,
     check_run_or_model_folder,
@@ -17,7 +18,6 @@ from finetune.cli.arguments import (
     data_option,
     model_argument,
 )
-from finetune.cli.command import CommandResult, command
 from finetune.errors import DataError, RecipeError
 from finetune.ranks import is_main_process
 from finetune.recipe.paths import check_model_name, is_data_source, resolve_data_source
@@ -113,7 +113,7 @@ def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=7860, show_default=True, type=PORT, help="0: any free port.")
 @click.option("--share", is_flag=True, help="Also create a public link, through Gradio's servers.")
-@click.option("--export-space", metavar="DIR", help="Write a folder that runs as a hub Space.")
+@click.option("--export-space", metavar="DIR", help="Write a Hugging Face Space into a folder.")
 def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> CommandResult:
     """Try a model in the browser.
 
@@ -139,7 +139,7 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     type=click.Choice(["onnx", "torch"]),
     help="onnx or torch.",
 )
-@click.option("--out", metavar="PATH", help="Output file, or the folder for it.")
+@click.option("--out", metavar="PATH", help="Output file, or the folder to write it to.")
 @click.option("--images", metavar="PATH", multiple=True, help="Compare the logits on these images.")
 @click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Resize to N pixels.")
 def export(model: str, **options: Any) -> CommandResult:
@@ -195,19 +195,19 @@ def info(
 
     Parameters, MACs and tokens are counted without downloading weights.
 
-    With --plan, estimate from a few steps what training RECIPE takes on this machine, and which
-    settings would halve it.
+    With --plan, run a few steps of RECIPE to estimate the memory and time of its training on this
+    machine, and which settings would halve them.
     """
     if plan:
         return _estimate_training(model, overrides, image_size)
     if model.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{model}: is a recipe; add --plan to estimate its training, or name a model",
+            f"{model}: this is a recipe; add --plan to estimate its training, or give a model",
             code="recipe.conflict",
         )
     if overrides:
         raise RecipeError(
-            f"{overrides[0]}: is only for a recipe, with --plan; remove it, or add --plan",
+            f"{overrides[0]}: overrides need a recipe and --plan; remove it, or add --plan",
             code="recipe.conflict",
         )
     check_model_name(model)
@@ -223,7 +223,7 @@ def _estimate_training(
 ) -> CommandResult:
     if image_size is not None:
         raise RecipeError(
-            f"--image-size: not with --plan; write model.image_size={image_size} instead",
+            f"--image-size: not allowed with --plan; write model.image_size={image_size} instead",
             code="recipe.conflict",
         )
     path, _ = _load_recipe_or_run(recipe, overrides)
@@ -235,7 +235,7 @@ def _estimate_training(
 
 
 def _load_recipe_or_run(name: str, overrides: tuple[str, ...]) -> tuple[str, Recipe]:
-    """Load a recipe, or the recipe of a run directory. Returns: its path, the recipe."""
+    """Load a recipe, or the recipe of a run directory. Returns: path of the recipe, the recipe."""
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
 
@@ -269,7 +269,7 @@ def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool
         raise click.UsageError("Missing option '--out'.")
     if model.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{model}: is a recipe; add --images to draw its training images, or name a model",
+            f"{model}: this is a recipe; add --images to draw its training images, or give a model",
             code="recipe.conflict",
         )
     check_model_name(model)
@@ -284,11 +284,11 @@ def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool
 
 
 def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandResult:
-    """Draw images of a source, or the training images of a recipe."""
+    """Draw images of a data source, or the training images of a recipe."""
     if is_data_source(target):
         if overrides:
             raise RecipeError(
-                f"{overrides[0]}: is only for a recipe, and {target} is a source; remove it",
+                f"{overrides[0]}: overrides need a recipe, but {target} is a source; remove it",
                 code="recipe.conflict",
             )
         source = resolve_data_source(target)

@@ -14,7 +14,7 @@ __all__ = ["format_nested", "format_next_steps", "format_results", "to_json"]
 
 
 def to_json(data: Any) -> str:
-    """Format data as strict JSON: NaN and infinity become null, arrays lists, paths text."""
+    """Format data as strict JSON: NaN and infinity become null, arrays lists, paths strings."""
     return json.dumps(_to_json_types(data), indent=2, allow_nan=False)
 
 
@@ -50,7 +50,7 @@ def format_results(results: dict[str, Any]) -> str:
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
-    """Format a split's metrics on one line; a wide confidence interval follows the accuracy."""
+    """Format a split's metrics on one line; on few images, with an interval of the accuracy."""
     from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 
     parts = []
@@ -75,7 +75,7 @@ def _format_metrics(metrics: dict[str, Any]) -> str:
 
 
 def format_next_steps(run: Path) -> str:
-    """Format a finished run's directory, its report, and two commands to try next."""
+    """Format the paths of a finished run and its report, and two commands to try next."""
     quoted = shlex.quote(str(run))
     report = run / "report.html"
     lines = [f"report: {report}"] if report.is_file() else []

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from finetune.cli.arguments import check_run_or_model_folder, checked_by
 from finetune.cli.command import CommandResult, command
+from finetune.cli.shared_arguments import check_run_or_model_folder, checked_by
 
 __all__ = ["push"]
 
@@ -20,11 +20,11 @@ __all__ = ["push"]
 @click.option("--message", metavar="TEXT", help="Commit message.")
 @click.option("--adapter", is_flag=True, help="Push only the adapter, in peft's format.")
 def push(run_or_model: str, repository: str, **options: Any) -> CommandResult:
-    """Push a trained model to the hub, with its model card.
+    """Push a trained model to the Hugging Face Hub, with its model card.
 
-    RUN is a run directory or model folder; REPO is owner/name on the hub.
+    RUN is a run directory or model folder; REPO is owner/name on the Hub.
 
-    The token is that of HF_TOKEN or of `hf auth login`.
+    The token comes from HF_TOKEN or `hf auth login`.
     """
     from finetune.publish.push import push
 

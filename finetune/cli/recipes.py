@@ -33,7 +33,7 @@ def list_recipes(folder: str) -> CommandResult:
 @command("check", example="finetune recipes check my.yaml")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 def check(files: tuple[str, ...]) -> CommandResult:
-    """Check recipes and print every problem of each."""
+    """Check recipes and print all problems of each."""
     from finetune.recipe.load import load_recipe
 
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Commands that measure: `reproduce` checks published results, `bench` measures speed."""
+"""Commands for experiments: `reproduce` checks published results, `bench` measures speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a command line: every error becomes one message on standard error and an exit code.
+"""Run a command and turn any error into one message on standard error and an exit code.
 
 A traceback is printed only with --debug.
 """
@@ -42,7 +42,8 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_TERMINATED = 143
 
-_SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)  # only rank 0 prints these
+# All ranks raise these errors, so only rank 0 prints them.
+_SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)
 _OUT_OF_MEMORY_HELP = (
     "out of memory; the training stays the same with a smaller data.micro_batch or with "
     "model.grad_checkpointing=true; see also data.eval_batch_size and data.keep"
@@ -54,27 +55,27 @@ _OUT_OF_MEMORY_IN_IMPORT_HELP = (
 
 
 class _Terminated(BaseException):
-    """SIGTERM outside of training, which handles it itself: partially written files are removed."""
+    """Raised on SIGTERM, so that partial files are removed; training has its own handler."""
 
 
 def run(group: click.Group, arguments: Sequence[str]) -> int:
-    """Run a command line and print any error as one message.
+    """Run a command and print any error as one message.
 
     Args:
         group: the commands.
-        arguments: what follows the name of the program.
+        arguments: the arguments after the name of the program.
     Returns: the exit code.
     """
-    # click reports a usage error before it has read --json
+    # checked here, because click may report a usage error before it parses --json
     state: dict[str, bool] = {"json": "--json" in arguments}
-    if "_FINETUNE_COMPLETE" in os.environ:  # the shell asks for completions
+    if "_FINETUNE_COMPLETE" in os.environ:  # shell completion
         group.main(prog_name="finetune")
     open_closed_streams()
     buffer_stdout()
     print_messages()
     previous_handler = signal.signal(signal.SIGTERM, _raise_terminated)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid UTF-8
     try:
         exit_code = _invoke(group, arguments, state)
         with stdout_errors():
@@ -113,11 +114,11 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
 
 
 def reset_interrupt_handler() -> None:
-    """Let Ctrl-C end the process silently from now on, after all work is done.
+    """Let Ctrl-C end the process silently from now on; call it after all work is done.
 
-    Python's own handler would print a traceback if it ran during the shutdown.
+    Python's own handler would print a traceback if Ctrl-C came during the shutdown.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -139,7 +140,7 @@ def _report_error(error: FinetuneError, state: dict[str, bool]) -> int:
 
     Returns: the exit code.
     """
-    # A launcher terminates the other ranks as soon as one has ended: finish the message first.
+    # Ignore SIGTERM until the message is printed: launchers send it once another rank has ended.
     previous_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = escape_control_chars(redact_secrets(str(error)))
     if state.get("debug"):
@@ -157,7 +158,7 @@ def _report_error(error: FinetuneError, state: dict[str, bool]) -> int:
 
 
 def _print_error(message: str) -> None:
-    """Print the reason for the exit, without the prefix of log messages, on rank 0 only."""
+    """Print an error message on rank 0 only, without the prefix of log messages."""
     if is_main_process():
         click.echo(message, err=True)
 

@@ -1,4 +1,4 @@
-"""Standard streams: closed ones, unbuffered ones, and errors of standard output."""
+"""Handle closed or unbuffered standard streams, and errors when writing standard output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["buffer_stdout", "discard_stdout", "open_closed_streams", "stdout_err
 def open_closed_streams() -> None:
     """Connect closed standard streams to /dev/null.
 
-    Otherwise the next file that is opened gets the stream's number, and what a library prints
-    ends up in that file.
+    Otherwise the next opened file gets the descriptor of the stream, and library output ends up in
+    that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free file descriptor
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -32,10 +32,10 @@ def open_closed_streams() -> None:
 
 
 def buffer_stdout() -> None:
-    """Write results completely even if PYTHONUNBUFFERED is set.
+    """Buffer standard output even if PYTHONUNBUFFERED is set, so that results are complete.
 
-    Without a buffer, Python drops the rest of a text if the system accepts only a part: on a pipe
-    whose reader exits, or on an almost full disk.
+    Without a buffer, Python drops the rest of a text after a partial write: on a pipe whose reader
+    exits, or on an almost full disk.
     """
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         number, encoding = sys.stdout.fileno(), sys.stdout.encoding
@@ -57,5 +57,5 @@ def stdout_errors() -> Iterator[None]:
 
 
 def discard_stdout() -> None:
-    """Send the rest of standard output to /dev/null; Python would fail again when it closes it."""
+    """Send the rest of standard output to /dev/null, so that closing it does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

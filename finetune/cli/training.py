@@ -54,14 +54,14 @@ def train(
         recipe = str(Path(recipe) / "recipe.yaml")
     check_recipe_or_source(recipe)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)
-    # the recipe.yaml of a run directory continues that run; any other file names a new one
+    # recipe.yaml in a run directory continues that run; the name of any other file names a new run
     is_run = path.name == "recipe.yaml" and (path.parent / "run.json").is_file()
     run = run or (path.parent if is_run else Path("runs") / path.stem)
     return _train_recipe(loaded, run, resume=resume, dry_run=dry_run)
 
 
 def _train_recipe(recipe: Recipe, run: Path, *, resume: bool, dry_run: bool) -> CommandResult:
-    # before the import of torch, which takes seconds
+    # log before importing torch, which takes seconds
     logger.info(f"{recipe.model.name} on {recipe.data.source}, output in {run}")
     from finetune.training.train import train
 
@@ -87,7 +87,7 @@ def _train_source(
     from finetune.commands import start
 
     if run.exists() and not dry_run:
-        with start.open_new_run(run):  # fail here, not after minutes of trials
+        with start.open_new_run(run):  # fail now, not after minutes of trials
             pass
     created = start.start(source, overrides=overrides)
     click.echo(escape_control_chars(created.yaml_text), err=True, nl=False)
@@ -97,7 +97,7 @@ def _train_source(
 
 
 def default_run_name(source: str) -> str:
-    """Return the name of a run on a source: the end of its path, as a valid folder name."""
+    """Return the default run name for a data source: its file name, as a valid folder name."""
     last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
     return re.sub(r"[*?{}\[\],]", "", Path(last).stem).strip(".-") or "run"
 

@@ -1,7 +1,7 @@
 """Average weights: WiSE-FT between pretrained and fine-tuned weights, and model soups of runs.
 
 The validation split chooses the average. Only the chosen average is measured on the test split.
-Batch norm statistics are averaged like weights; counters are those of the first run.
+Batch norm statistics are averaged like weights; integer buffers are taken from the first run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PREPROCESSING_KEYS = ("input_size", "mean", "std", "interpolation")  # keys of 
 
 @dataclass(frozen=True)
 class _LoadedRun:
-    """A run and the weights in its model/."""
+    """A finished run and the weights in its model/ folder."""
 
     run: RunDir
     recipe: Recipe
@@ -69,10 +69,11 @@ def average_runs(
             validation is kept.
         greedy: build a greedy soup: add runs from best to worst, each only if the validation
             metric does not drop.
-    Returns: "folder", "kind", "runs", "tried" (each with its validation metrics), "chosen", and
-        "val" and "test" as returned by `Evaluator.evaluate_in_detail`.
-    Raises: RecipeError for conflicting arguments; WeightsError for runs of different networks or
-        pretrained weights; DataError for missing or different validation images.
+    Returns: a dict with keys "folder", "kind", "runs", "tried" (each average with its validation
+        metrics), "chosen", and "val" and "test" as returned by `Evaluator.evaluate_in_detail`.
+    Raises: RecipeError for conflicting arguments; WeightsError if the runs have different networks
+        or started from different pretrained weights; DataError if validation images are missing or
+        differ between the runs.
     Source: Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", and "Model soups",
         recipe 1.
     """
@@ -123,7 +124,7 @@ def average_runs(
 
 
 def format_average(result: Mapping[str, Any]) -> str:
-    """Format the averages that were tried, the chosen one, and its metrics."""
+    """Format the result of `average_runs`: the averages tried, the chosen one, and its metrics."""
     metric = primary_metric(result["val"])
     lines = [f"{'validation':32}{metric:>8}{'loss':>10}"]
     lines += [f"{row['name']:32}{row[metric]:8.4f}{row['loss']:10.4f}" for row in result["tried"]]
@@ -143,7 +144,11 @@ def format_average(result: Mapping[str, Any]) -> str:
 def interpolate_weights(
     pretrained: StateDict, finetuned: StateDict, alpha: float, *, head_names: Sequence[str]
 ) -> StateDict:
-    """Return (1 - alpha) pretrained + alpha finetuned, without changing layers in `head_names`."""
+    """Return (1 - alpha) * pretrained + alpha * finetuned; the head stays as fine-tuned.
+
+    Args:
+        head_names: names of the head layers, which are not interpolated.
+    """
     head_prefixes = tuple(f"{name}." for name in head_names)
     return {
         key: value.clone()
@@ -154,7 +159,7 @@ def interpolate_weights(
 
 
 def mean_weights(states: Sequence[StateDict]) -> StateDict:
-    """Average weights tensor by tensor, summed in float64; counters come from the first."""
+    """Average state dicts in float64; integer buffers are taken from the first one."""
     means = {}
     for key, value in states[0].items():
         means[key] = value.clone()
@@ -173,11 +178,15 @@ def _run_wise_ft(
     alphas: Sequence[float],
     evaluate_weights: Callable[[StateDict], dict[str, float]],
 ) -> tuple[str, list[dict[str, Any]], str, StateDict]:
-    """Try every alpha and return the best one on validation.
+    """Evaluate every alpha and keep the best one on validation.
 
-    The paper's networks have a zero-shot head before and after fine-tuning. So a head that was kept
-    from the pretrained weights is interpolated, too. A new head has no pretrained weights to
+    In the paper, the pretrained network has a (zero-shot) head too. So a head that was kept from
+    the pretrained weights is interpolated as well. A new head has no pretrained weights to
     interpolate with and stays as fine-tuned.
+
+    Args:
+        evaluate_weights: returns the validation metrics of a state dict.
+    Returns: the kind, the metrics of each alpha, the description of the best one, its state dict.
     """
     has_pretrained_head = "kept_classes" in setup.built.provenance
     head_names = () if has_pretrained_head else classifier_names(setup.built.model)
@@ -199,7 +208,7 @@ def _build_soup(
     *,
     greedy: bool,
 ) -> tuple[str, list[dict[str, Any]], str, StateDict]:
-    """Average all runs, or the runs that a greedy soup selects."""
+    """Average all runs, or the runs that a greedy soup selects. Returns: see `_run_wise_ft`."""
     tried: list[dict[str, Any]]
     tried = [{"name": m.run.path.resolve().name, **evaluate_weights(m.state_dict)} for m in members]
     if not greedy:
@@ -221,8 +230,8 @@ def _build_soup(
 def _open_first_run(first: _LoadedRun) -> tuple[Accelerator, TrainingSetup]:
     """Create the accelerator, and the first run's setup with its data and pretrained network.
 
-    The setup has no adapter: the weights in model/ have it merged already, and DoRA would combine
-    them with norms of the pretrained weights.
+    The setup is built without the run's adapter, which is already merged into the weights in
+    model/. DoRA would also combine those weights with the norms of the pretrained weights.
     """
     plain = first.recipe.model.model_copy(update={"adapter": None})
     accelerator = create_run_accelerator(first.recipe)
@@ -243,7 +252,7 @@ def _open_first_run(first: _LoadedRun) -> tuple[Accelerator, TrainingSetup]:
 def _check_arguments(runs: Sequence[str], alphas: Sequence[float], *, greedy: bool) -> None:
     problem, code = "", "recipe.conflict"
     if wrong := [alpha for alpha in alphas if not 0 <= alpha <= 1]:
-        problem, code = f"--alpha: {wrong[0]:g}; give a number from 0 to 1", "recipe.wrong_value"
+        problem, code = f"--alpha: got {wrong[0]:g}; give numbers from 0 to 1", "recipe.wrong_value"
     elif len(runs) == 1 and not alphas:
         problem = (
             f"{runs[0]}: a model soup needs several runs; add runs, or add --alpha for WiSE-FT"
@@ -254,22 +263,23 @@ def _check_arguments(runs: Sequence[str], alphas: Sequence[float], *, greedy: bo
     elif len(runs) > 1 and alphas:
         problem = "--alpha: applies only to one run; remove it, or give one run"
     elif len({Path(run).resolve() for run in runs}) < len(runs):
-        problem = "the same run is given twice; give each run once"
+        problem = "RUN: the same run is given twice; give each run once"
     if problem:
         raise RecipeError(problem, code=code)
 
 
 def _load_run(name: str) -> _LoadedRun:
-    """Read a finished run and the weights in its model/."""
+    """Load a finished run and the weights in its model/ folder."""
     recipe = load_run_recipe(name) if is_run_dir(Path(name)) else None
     if recipe is None:
         raise WeightsError(
-            f"{name}: is a model folder and does not record its data; give a run directory",
+            f"{name}: this is a model folder, which does not record its data; give a run directory",
             code="weights.unsupported",
         )
     if not recipe.model.pretrained:
         raise WeightsError(
-            f"{name}: started from random weights; give runs that started from pretrained ones",
+            f"{name}: this run started from random weights; give runs that started from pretrained "
+            "weights",
             code="weights.unsupported",
         )
     run = RunDir(name)
@@ -279,7 +289,7 @@ def _load_run(name: str) -> _LoadedRun:
 
 
 def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
-    """Refuse to average runs of different networks, weights, classes or validation images."""
+    """Raise if two runs differ in network, pretrained weights, classes or validation images."""
     shapes = [{k: v.shape for k, v in member.state_dict.items()} for member in (first, other)]
     records = [member.record for member in (first, other)]
     origins = [record.get("weights_sha256") for record in records]
@@ -293,7 +303,7 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
         )
     if origins[0] != origins[1]:
         raise WeightsError(
-            f"{paths}: started from different pretrained weights, so their average is not "
+            f"{paths}: the runs started from different pretrained weights, so their average is not "
             "meaningful; give runs that started from the same weights",
             code="weights.wrong_version",
         )
@@ -308,7 +318,7 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
         fingerprints[0].get(name) != fingerprints[1].get(name) for name in ("val", "classes")
     ):
         raise DataError(
-            f"{paths}: were validated on different images or preprocessing, so one run may have "
+            f"{paths}: the runs used different validation images or preprocessing, so one may have "
             "trained on the other's validation images; use the same data.split_seed, data.eval, "
             "data.mean and so on in all recipes",
             code="data.split_mismatch",
@@ -319,20 +329,20 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
     """Raise if the data or weights have changed since the run, or it has no validation split."""
     if "val" not in setup.source.splits:
         raise DataError(
-            f"{first.run.path}: has no validation images to choose the average with; train with "
+            f"{first.run.path}: the run has no validation images to choose the average; train with "
             "data.val_fraction",
             code="data.no_split",
         )
     recorded = first.record.get("split_fingerprints", {}).get("val")
     if setup.source.splits["val"].fingerprint != recorded:
         raise DataError(
-            f"{first.recipe.data.source}: the validation images have changed since "
+            f"{first.recipe.data.source}: the validation images have changed since the run "
             f"{first.run.path}; restore them",
             code="data.changed",
         )
     if setup.built.provenance.get("sha256") != first.record.get("weights_sha256"):
         raise WeightsError(
-            f"{first.recipe.model.name}: these weights are not the ones that "
+            f"{first.recipe.model.name}: these weights are not the ones that the run "
             f"{first.run.path} started from; download them again",
             code="weights.wrong_version",
         )

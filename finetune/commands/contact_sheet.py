@@ -57,7 +57,7 @@ class ContactSheet:
     The sheet shows the first 200 images and only counts the rest.
 
     Args:
-        class_names: of the model; a folder with one of these names labels its images.
+        class_names: the model's class names; a folder with one of these names labels its images.
     """
 
     def __init__(self, class_names: Iterable[str] = ()) -> None:
@@ -69,12 +69,12 @@ class ContactSheet:
         self._num_unreadable = 0
 
     def add_image(self, index: int, pixels_HWC: np.ndarray) -> None:
-        """Keep a thumbnail of a decoded image for row `index`; may be called from any thread."""
+        """Store a thumbnail of the decoded image of row `index`; may be called from any thread."""
         if index < MAX_TILES:
             self._thumbnails[index] = make_thumbnail(pixels_HWC)
 
     def add_row(self, row: PredictionRow) -> None:
-        """Add the next row, in order."""
+        """Add the prediction row of the next image; call in the order of the images."""
         self._num_files += 1
         self._num_unreadable += "error" in row
         truth = self._label_from_folder(row)
@@ -85,12 +85,12 @@ class ContactSheet:
             self._rows.append(row)
 
     def _label_from_folder(self, row: PredictionRow) -> str:
-        """Return the image's folder name if it is a class name, else an empty string."""
+        """Return the name of the image's folder if it is a class name, else an empty string."""
         folder = os.path.basename(os.path.dirname(row["path"]))
         return folder if folder in self._class_names else ""
 
     def draw(self, *, title: str, note: str = "") -> Image.Image:
-        """Draw the sheet, with a note after the counts. Returns: an RGB image."""
+        """Draw the sheet, with `note` at the end of its summary line. Returns: an RGB image."""
         names = _strip_common_folder([row["path"] for row in self._rows])
         columns = round((1.6 * len(self._rows)) ** 0.5)
         columns = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns))
@@ -104,7 +104,7 @@ class ContactSheet:
         top = _MARGIN + 44 + 22 * len(summary_lines) + 14
 
         ranks = max((len(_caption_predictions(row)) for row in self._rows), default=0)
-        # one more line for the bar or the error, and one for the name
+        # plus one line for the confidence bar or the error, and one for the file name
         height = THUMBNAIL_PIXELS + 2 * _PADDING + (max(ranks, 1) + 1) * _LINE_HEIGHT + 24
         rows = -(-len(self._rows) // columns)
         page = Image.new("RGB", (width, top + rows * (height + _GAP) + _MARGIN - _GAP), PAGE_COLOR)
@@ -145,7 +145,7 @@ class ContactSheet:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One card of the sheet, with the bounds of its content in pixels."""
+    """One card of the sheet; left, top and bottom bound its content, in pixels of the page."""
 
     page: Image.Image
     canvas: ImageDraw.ImageDraw
@@ -160,7 +160,8 @@ class _Tile:
         """Draw a row's image and text into the card.
 
         Args:
-            label: the image's class; empty if unknown.
+            name: the file name to draw.
+            label: the image's true class; empty if unknown.
         """
         frame = (
             self.left,
@@ -238,12 +239,12 @@ class _Tile:
 
 
 def _sort_key(row: PredictionRow) -> float:
-    """Return the top confidence; unreadable files sort last."""
+    """Return the sort key of a row: its top confidence, or 2 for an unreadable file."""
     return float(row["predictions"][0]["confidence"]) if row.get("predictions") else 2.0
 
 
 def _caption_predictions(row: PredictionRow) -> list[PredictionRow]:
-    """Return the predictions to draw below an image: the top ones, or all labels."""
+    """Return the predictions to draw below an image: the top 3 or, for multi-label, its labels."""
     predictions: list[PredictionRow] = row.get("predictions", [])
     if (labels := row.get("labels")) is None:
         return predictions[:_MAX_PREDICTIONS]
@@ -260,7 +261,7 @@ def _row_texts(rows: Iterable[PredictionRow]) -> Iterable[str]:
 
 
 def _strip_common_folder(paths: Sequence[str]) -> list[str]:
-    """Return the paths relative to their common folder."""
+    """Return the paths relative to their common parent folder."""
     try:
         common = os.path.commonpath([os.path.dirname(path) for path in paths])
     except ValueError:  # no paths, or both absolute and relative ones

@@ -1,7 +1,7 @@
 """`finetune info RECIPE --plan`: estimate memory, time and disk of a run from a few of its steps.
 
-A subprocess builds the run as `train` would and takes real steps in a temporary folder. The same
-predictor then estimates the run with other settings, given as overrides of the recipe.
+A subprocess sets up the run as `train` does and trains a few real steps in a temporary folder. A
+`Predictor` then extrapolates to the whole run, and to the same run with other recipe settings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def format_run_estimate(estimate: Mapping[str, Any]) -> str:
 
     Args:
         estimate: the result of `estimate_run`.
-    Returns: one block each for the run, memory, time and disk, then a table of other settings.
+    Returns: one block each for the run, memory, time and disk, then a table of settings that need
+        less memory or time.
     """
     height, width = estimate["image_size"]
     device = estimate["machine"]["device"]
@@ -158,32 +159,33 @@ def _format_options(estimate: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {option['change']:{width}}  {memory}{speed} {halves}".rstrip()
 
 
-_TURN_SECONDS = 3.0  # duration of each turn
+_TURN_SECONDS = 3.0  # target duration of a turn, one timed series of steps
 _NUM_TURNS = 2
 _MAX_STEPS = 40  # steps per turn
 _WARMUP_STEPS = 2
 _MAX_EVALUATED_IMAGES = 1024
-_MAX_REMAINING_SHARE = 0.98  # of memory or time; settings that leave a larger share are not listed
-_MIN_INPUT_SHARE = 0.1  # of a step; with a smaller input share, faster input is not listed
+_MAX_REMAINING_SHARE = 0.98  # list only settings that need at most 98 % of the memory or time
+_MIN_INPUT_SHARE = 0.1  # suggest faster input only if loading takes more than 10 % of a step
 
 
 def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Estimate memory and time of a recipe's training on this machine from a short measurement.
 
     Args:
-        path: of the recipe.
-        overrides: each `section.key=value`.
-    Returns: "parameters" {"total", "trained"}; "memory" in bytes {"parts", "phases", "peak",
-        "measured", "where"}; "time" {"images_per_second", "turns", "input_share",
-        "evaluated_per_second", "features_seconds" (0 if no features are computed first),
-        "epoch_seconds", "run_seconds", "evaluations"}; "disk" in bytes; "options", each {"change",
-        "peak", "images_per_second", "halves"}; and the measured values.
+        path: path of the recipe.
+        overrides: overrides of the recipe, each `section.key=value`.
+    Returns: a dict with keys "parameters" {"total", "trained"}; "memory" in bytes {"parts",
+        "phases", "peak", "measured", "where"}; "time" {"images_per_second", "turns",
+        "input_share", "evaluated_per_second", "features_seconds" (0 unless the run caches
+        features), "epoch_seconds", "run_seconds", "evaluations"}; "disk" in bytes; "options", each
+        {"change", "peak", "images_per_second", "halves"}; and a summary of the recipe and the
+        machine.
     Raises: FinetuneError if the recipe is wrong or the run cannot be set up.
     """
     recipe = load_recipe(path, overrides)
     _check_single_process(recipe)
     if recipe.optim.stages:
-        logger.info("optim.stages: the estimate covers the training after these stages")
+        logger.info("optim.stages: the estimate covers only the training after the stages")
     with step_bar(total=1, start=0, shown=True) as progress:
 
         def advance(steps: int) -> None:
@@ -214,34 +216,34 @@ def _check_single_process(recipe: Recipe) -> None:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1:
         raise SetupError(
-            f"info --plan: estimates one process, but {num_processes} were started; run it without "
-            "accelerate launch",
+            f"info --plan: this estimates a single process, but {num_processes} were started; run "
+            "it without accelerate launch",
             code="setup.one_process",
         )
     if recipe.run.num_processes not in (None, 1):
         raise RecipeError(
-            f"run.num_processes: info --plan estimates one process, but the recipe asks for "
+            f"run.num_processes: info --plan estimates a single process, but the recipe asks for "
             f"{recipe.run.num_processes}; add run.num_processes=1",
             code="recipe.conflict",
         )
 
 
 class RunTrial(FinetuneLoop):
-    """A recipe's run in this process: measures a few steps, and estimates other settings."""
+    """Measures a few training steps of a recipe, and estimates the run with other settings."""
 
     def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
         super().__init__(line, recipe=recipe, folder=folder)
-        # set if the run trains on features
-        self.val_features: FeatureLoader | None = None  # validation features
+        # set only if the run trains a head on cached features
+        self.val_features: FeatureLoader | None = None
         self.feature_width = self.feature_bytes = 0
 
     def measure(self) -> dict[str, Any]:
-        """Time steps with and without real input in turns, and an evaluation.
+        """Time training steps with real and with synthetic input, alternating, and an evaluation.
 
-        Returns: "steps" per turn, and "time".
+        Returns: a dict with keys "steps" (the steps per turn) and "time".
         """
         step_seconds = min(self._time_one_step() for _ in range(2))
-        # between two steps: memory holds only the network, its moments and the images
+        # between two steps, memory holds only the network, the optimizer state and the images
         on_host = self.device.type == "cpu"
         resident_bytes = _resident_bytes() if on_host else 0
         loaders = [self.loader, *([self.val_loader] if "val" in self.setup.source.splits else [])]
@@ -255,7 +257,7 @@ class RunTrial(FinetuneLoop):
         for _ in range(_NUM_TURNS if steps > 1 else 1):
             real.append(self.train(warmup=min(steps, _WARMUP_STEPS), steps=steps))
             synthetic.append(self.train(warmup=1, steps=steps, synthetic=True))
-        # read now, before anything else takes memory
+        # read the peaks now, before the evaluation raises them
         self.peaks = self.memory()
         rate, synthetic_rate = (sum(rates) / len(rates) for rates in (real, synthetic))
         num_images = min(max(int(3 * rate * _TURN_SECONDS), 1), _MAX_EVALUATED_IMAGES)
@@ -295,10 +297,10 @@ class RunTrial(FinetuneLoop):
         }
 
     def _estimate_feature_seconds(self, step_seconds: float) -> float:
-        """Estimate how long computing all features takes, and replace them with zeros from here on.
+        """Estimate the time to compute all features; from then on, training uses zeros as features.
 
         Args:
-            step_seconds: duration of a step through the whole network.
+            step_seconds: duration of a training step through the whole network.
         """
         num_images = int(self.recipe.data.batch_size / step_seconds * _TURN_SECONDS)
         rate = self.evaluate(images=min(max(num_images, 1), _MAX_EVALUATED_IMAGES))
@@ -317,7 +319,7 @@ class RunTrial(FinetuneLoop):
         return num_rows / rate
 
     def _add_teacher_cost(self, measured: TrialMeasurements) -> TrialMeasurements:
-        """Add a teacher's cost to each step, or the memory of its cached logits."""
+        """Add the memory of the distillation teacher (in each step, or cached logits), if any."""
         distillation = self.trainer.distillation
         if distillation is None:
             return measured
@@ -332,7 +334,7 @@ class RunTrial(FinetuneLoop):
         )
 
     def evaluate(self, *, images: int) -> float:
-        """Evaluate some images, or all cached features. Returns: images per second."""
+        """Evaluate `images` images, or all cached features. Returns: images per second."""
         self._evaluated = True  # no warm-up: it costs time, and evaluation is never compiled
         if self.val_features is None:
             return super().evaluate(images=images)
@@ -351,7 +353,7 @@ class RunTrial(FinetuneLoop):
     def predict(self) -> dict[str, Any]:
         """Estimate this run, and the same run with other settings.
 
-        Returns: "parameters", "memory", "disk", "micro_batch" and "options".
+        Returns: a dict with keys "parameters", "memory", "disk", "micro_batch" and "options".
         """
         network = self.accelerator.unwrap_model(self.trainer.model)
         predictor = Predictor(
@@ -364,7 +366,7 @@ class RunTrial(FinetuneLoop):
         )
         baseline = predictor.predict(self.recipe)
         where = "host" if self.device.type == "cpu" else "device"
-        # plus the best checkpoint, and the one being written
+        # plus the best checkpoint, and the one that is being written
         num_checkpoints = self.recipe.run.keep_checkpoints + 2
         model_bytes = baseline.parts["average"] or baseline.parts["weights"]
         return {
@@ -382,14 +384,14 @@ class RunTrial(FinetuneLoop):
                 },
                 "phases": baseline.phases,
                 "peak": baseline.peak_bytes,
-                # the measured steps recompute features, the run does not
+                # None for cached features: the trial also ran the whole network, the run does not
                 "measured": None if self.feature_width else self.peaks[where],
             },
             "disk": {
                 "checkpoint": baseline.checkpoint_bytes,
                 "needed": num_checkpoints * baseline.checkpoint_bytes + 2 * model_bytes,
             },
-            # training a classifier on features costs almost nothing
+            # training a head on cached features costs so little that no setting matters
             "options": [] if self.feature_width else suggest_settings(predictor, baseline, network),
         }
 
@@ -400,11 +402,11 @@ def suggest_settings(
     """Find settings with which a run would take less memory or time.
 
     Args:
-        predictor: of the run.
-        baseline: its prediction for the run's recipe.
-        network: of the run.
-    Returns: these settings, the largest saving first, each {"change", "peak" in bytes,
-        "images_per_second" or None, "halves": "memory", "time", both or neither}.
+        predictor: the predictor of the run.
+        baseline: the prediction for the run's own recipe.
+        network: the network of the run.
+    Returns: the settings, the largest saving first, each a dict with keys "change", "peak" in
+        bytes, "images_per_second" (or None) and "halves" (a list with "memory", "time" or both).
     """
     recipe, rate = predictor.setup.recipe, predictor.measured.images_per_second
     remaining_shares, options = [], []
@@ -412,7 +414,7 @@ def suggest_settings(
         try:
             changed = parse_recipe(recipe.to_yaml(), overrides=overrides)
             other = predictor.predict(changed, ignore_input_time=free_input)
-        except (FinetuneError, AssertionError):  # not possible with this network
+        except (FinetuneError, AssertionError):  # the network does not support this setting
             continue
         option_rate = other.images_per_second
         remaining = min(other.peak_bytes / baseline.peak_bytes, rate / (option_rate or rate))
@@ -440,7 +442,7 @@ def suggest_settings(
 def _candidate_changes(
     predictor: Predictor, baseline: Prediction, network: nn.Module
 ) -> Iterator[tuple[str, list[str], bool]]:
-    """Yield settings to try: their text, recipe overrides, and whether input becomes free."""
+    """Yield settings to try: a description, recipe overrides, and whether to ignore input time."""
     recipe, measured = predictor.setup.recipe, predictor.measured
     overrides = []
     if hasattr(network, "set_grad_checkpointing"):
@@ -474,14 +476,14 @@ def _candidate_changes(
 
 
 def _half_area_size(network: nn.Module, height: int, width: int) -> list[int]:
-    """Return an image size with about half as many pixels, divisible by the patch size."""
+    """Return an image size (height, width) with half the pixels, divisible by the patch size."""
     patch_size = getattr(getattr(network, "patch_embed", None), "patch_size", 32)
     multiple = max(patch_size) if isinstance(patch_size, tuple | list) else int(patch_size)
     return [max(int(side / 2**0.5 / multiple), 1) * multiple for side in (height, width)]
 
 
 def decoded_image_bytes(store: PixelStore, device: torch.device) -> int:
-    """Return the bytes of decoded images in this device's memory."""
+    """Return the bytes of decoded images that `store` keeps in the memory of `device`."""
     images = store.images
     if images is None:
         return 0
@@ -489,9 +491,9 @@ def decoded_image_bytes(store: PixelStore, device: torch.device) -> int:
 
 
 def _resident_bytes() -> int:
-    """Return this process's resident host memory in bytes, after releasing freed memory."""
+    """Return the resident set size of this process in bytes, after returning freed memory."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
     import psutil  # type: ignore[import-untyped]  # a dependency of Accelerate
@@ -500,7 +502,7 @@ def _resident_bytes() -> int:
 
 
 def _report_library_bytes() -> int:
-    """Return the bytes of the libraries that draw the report at the end of a run."""
+    """Import the libraries that draw the report of a run. Returns: their memory in bytes."""
     before = _resident_bytes()
     importlib.import_module("finetune.report.page")
     importlib.import_module("matplotlib.pyplot")

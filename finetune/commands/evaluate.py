@@ -1,4 +1,4 @@
-"""Evaluate a saved model on a split of any dataset, and fit its temperature."""
+"""`finetune eval`: evaluate a saved model on a split of any dataset, or fit its temperature."""
 
 from __future__ import annotations
 
@@ -75,20 +75,22 @@ def evaluate_model(
     """Evaluate a saved model on a split, each image once.
 
     Args:
-        model: run directory, model folder, hub or timm name.
-        data: a source string; None for the source that the run was trained on. Its classes may be
-            a subset of the model's.
-        split: "train", "val" or "test". None means val with `fit_temperature`, otherwise test, or
-            val if the data has no test split. For data other than the run's that has only one
+        model: run directory, model folder, Hub or timm name.
+        data: a source string; None uses the data that the run was trained on. The classes may be a
+            subset of the model's.
+        split: "train", "val" or "test". None means val with `fit_temperature`; otherwise test, or
+            val if the data has no test split. If `data` is not the run's own data and has only one
             split, None means that split.
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
-        corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or "noise:3".
-        out: the folder that `write_evaluation` will get; checked before the evaluation starts.
-    Returns: the results of `Evaluator.evaluate_in_detail`, with "model", "data", "split",
+        corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or one kind and
+            severity such as "noise:3".
+        out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
+    Returns: the result of `Evaluator.evaluate_in_detail`, plus the keys "model", "data", "split",
         "class_names" and, with `corrupt`, "corrupted" {"rows": [{"kind", "severity", "top1",
         "loss", "ece"}], "mean": {"top1", …}}.
-    Raises: RecipeError if the data source is unknown; DataError if its classes are not the model's
-        or the split does not exist; SetupError if the temperature cannot be written.
+    Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
+        data's classes, or the split does not exist; SetupError if the temperature cannot be
+        written.
     """
     split = _check_split_name("val" if split is None and fit_temperature else split)
     corruptions = _parse_corruptions(corrupt)
@@ -162,12 +164,12 @@ def _check_split_name(split: str | None) -> str | None:
 
 
 def _build_classifier(model: str, *, fit_temperature: bool) -> tuple[BuiltModel, int]:
-    """Build a model. Returns: it, and its number of classes."""
+    """Build a model. Returns: the model, and its number of classes."""
     built = build_model(model)
     num_classes = get_num_classes(model, built)
     if built.multilabel and fit_temperature:
         raise RecipeError(
-            f"--fit-temperature: {model} is a multi-label model, with fitted thresholds and no "
+            f"--fit-temperature: {model} is a multi-label model, which has thresholds instead of a "
             "temperature; remove the option",
             code="recipe.conflict",
         )
@@ -191,9 +193,9 @@ def _parse_corruptions(name: str | None) -> list[tuple[str, int]]:
 
 
 def write_evaluation(result: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Write an evaluation into a folder, which is created if it does not exist.
+    """Write an evaluation into a folder; creates the folder if needed.
 
-    Returns: the written files: results.json, per_class.csv and, unless the model is multi-label,
+    Returns: paths of the written files: results.json, per_class.csv and, for single-label models,
         confusion.png and reliability.png.
     Raises: SetupError if the folder cannot be written.
     """
@@ -219,7 +221,7 @@ def write_evaluation(result: Mapping[str, Any], folder: str | Path) -> list[str]
 
 
 def format_evaluation(result: Mapping[str, Any]) -> str:
-    """Format the metrics and the per-class report."""
+    """Format the result of `evaluate_model`: the metrics and a table of the classes."""
     known_keys = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
     keys = [key for key in known_keys if key in result]
     lines = [
@@ -260,7 +262,7 @@ def _format_corruptions(corrupted: Mapping[str, Any]) -> list[str]:
 
 
 def _format_per_class(result: Mapping[str, Any]) -> str:
-    """Format scikit-learn's classification report, for classes that occur or were predicted."""
+    """Format scikit-learn's classification report for the classes that are true or predicted."""
     from sklearn.metrics import classification_report  # takes half a second to import
 
     confusion = _confusion_of_result(result)
@@ -301,12 +303,12 @@ def _format_per_label(result: Mapping[str, Any]) -> str:
 
 def _confusion_of_result(result: Mapping[str, Any]) -> ConfusionMatrix:
     confusion = parse_confusion_matrix(result)
-    assert confusion is not None  # an evaluation of this process always has it
+    assert confusion is not None  # every single-label result has a confusion matrix
     return confusion
 
 
 def _format_most_confused(confusion: ConfusionMatrix, names: Sequence[str]) -> str:
-    """Format the most confused pairs, for models with too many classes for one line each."""
+    """Format the most confused class pairs, if there are too many classes for one line each."""
     lines = ["images  true class → predicted class"] + [
         f"{count:6}  {escape_to_one_line(names[true])} → {escape_to_one_line(names[predicted])}"
         for true, predicted, count in confusion.most_confused_pairs(_MAX_CONFUSED_PAIRS)
@@ -328,12 +330,13 @@ def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> s
 def _open_split(
     section: DataSection, split: str | None, *, seed: int, is_training_data: bool, log_split: bool
 ) -> tuple[Source, str]:
-    """Open the data and select a split. The default is test, or val if there is no test split.
+    """Open the data and select a split; None selects the default, see `evaluate_model`.
 
     Args:
-        is_training_data: whether the run was trained on this data. Other data is only split for
-            val.
-        log_split: log that there is no test split.
+        is_training_data: True if the run was trained on this data; then "train" excludes the
+            held-out validation images. The "train" split of other data is used completely.
+        log_split: log which split is used if there is no test split.
+    Returns: the source, and the name of the split.
     Raises: DataError if the split does not exist.
     """
     is_whole = split in (None, "test") or (split == "train" and not is_training_data)
@@ -366,7 +369,7 @@ def _build_loader(
     num_classes: int,
     frozen_backbone: bool,
 ) -> AnyLoader:
-    """Load a split's images, or the run's cached features if its backbone was frozen."""
+    """Return a loader of the split's images, or of cached features if the backbone was frozen."""
     device, preprocessing = accelerator.device, built.preprocessing
     pipeline = build_pipeline(preprocessing, section.eval, train=False)
     if (
@@ -388,7 +391,7 @@ def _build_loader(
 
 
 def _open_pixel_store(split: Split, section: DataSection, accelerator: Accelerator) -> PixelStore:
-    """Open the decoded images of a split."""
+    """Build the pixel store of a split, with the settings of its data section."""
     return build_pixel_store(
         split,
         keep=section.keep,
@@ -410,7 +413,7 @@ def _evaluate_corruptions(
     *,
     num_classes: int,
 ) -> dict[str, Any]:
-    """Evaluate each corruption. Returns: the metrics of each, and their means."""
+    """Evaluate each corruption. Returns: "rows", the metrics of each one, and their "mean"."""
     eval_spec = section.eval or default_eval_spec(built.preprocessing)
     rows: list[dict[str, Any]] = []
     shown = accelerator.is_main_process
@@ -434,11 +437,11 @@ def _evaluate_corruptions(
 def _map_labels_to_model_classes(
     model: str, model_class_names: list[str] | None, num_classes: int, source: Source, split: str
 ) -> tuple[Split, list[str]]:
-    """Map the labels to the model's class indices, by class name.
+    """Map the labels of a split to the model's class indices, by class name.
 
-    Without this, labels of another dataset would be compared with unrelated logits.
+    Otherwise label 3 of another dataset would be compared with the logit of an unrelated class.
 
-    Returns: the split, and the names of the model's classes.
+    Returns: the split with mapped labels, and the names of the model's classes.
     Raises: DataError if the model lacks one of the dataset's classes.
     """
     data_class_names = list(source.class_names)
@@ -450,7 +453,7 @@ def _map_labels_to_model_classes(
                 code="data.wrong_classes",
             )
         return source.splits[split], data_class_names
-    # reversed, so that the first of duplicates wins
+    # reversed, so that the first of several classes with one name wins
     index_of = {name: index for index, name in reversed([*enumerate(model_class_names)])}
     unknown = [name for name in data_class_names if name not in index_of]
     if unknown:
@@ -466,7 +469,7 @@ def _map_labels_to_model_classes(
         raise DataError(
             f"{source.name}: has no 0/1 column for {len(missing)} of the {len(model_class_names)} "
             f"classes of {model}: {', '.join(missing[:5])}; add these columns, because no other "
-            "column tells which images have the class",
+            "column tells which images have these classes",
             code="data.no_column",
         )
     if data_class_names == model_class_names:
@@ -483,7 +486,7 @@ def _map_labels_to_model_classes(
 
 
 def _find_model_config(model: str) -> Path:
-    """Return the config.json to write a temperature into. Raises: RecipeError if there is none."""
+    """Return the path of the config.json to write to. Raises: RecipeError without such a file."""
     folder = (
         None if model.startswith(("hf-hub:", "hf_hub:", "embedded:")) else locate_weights(model)
     )
@@ -497,7 +500,7 @@ def _find_model_config(model: str) -> Path:
 
 
 def _write_temperature(path: Path, temperature: float, split: str) -> None:
-    """Write the temperature into a model's config.json, atomically."""
+    """Write the temperature, and the split it was fitted on, into config.json, atomically."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = {"temperature": temperature, "split": split}
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -1,6 +1,7 @@
-"""Export a model to ONNX or torch.export, and compare its logits before writing the file.
+"""`finetune export`: export a model to ONNX or torch.export.
 
-NAME.onnx comes with NAME.onnx.json: the preprocessing, the class names, and the source of both.
+The file is written only if the exported model's logits match the original's. A file NAME.onnx.json
+next to NAME.onnx has the preprocessing, the class names, and where the weights come from.
 """
 
 # N images, B batch, K classes, h w the model's input size
@@ -68,14 +69,15 @@ def export_model(
     """Export a model with a dynamic batch size, and write it only if its logits match the model's.
 
     Args:
-        model: run directory, model folder, hub or timm name.
+        model: run directory, model folder, Hub or timm name.
         format: "onnx", or "torch" for a .pt2 file of torch.export.
-        out: a file or its folder; None for the working directory.
-        images: files, folders and patterns to compare logits on; by default the run's own data, or
-            scikit-learn's digits if there is none.
-        image_size: pixels, or (height, width); None takes the model's own.
-    Returns: {"file", "preprocessing", "format", "opset", "bytes", "sha256" of each file,
-        "max_difference", "batch_sizes", "num_images", "images"}.
+        out: the file, or the folder to write it to; None uses the working directory.
+        images: files, folders and glob patterns of images to compare the logits on; by default the
+            run's own data, or scikit-learn's digits if the model has no readable data.
+        image_size: pixels, or (height, width); None uses the model's own.
+    Returns: a dict with keys "file", "preprocessing" (the path of the JSON file), "format",
+        "opset", "bytes", "sha256" (by file name), "max_difference", "batch_sizes", "num_images",
+        "images".
     Raises: WeightsError if the architecture cannot be exported with a dynamic batch or a logit
         differs by more than 1e-3; SetupError if a package is missing or the file cannot be
         written; RecipeError or DataError for wrong arguments or images.
@@ -88,7 +90,7 @@ def export_model(
     )
     images_N3hw, compared_on = _load_comparison_images(model, pipeline, images)
     network = built.model.eval().requires_grad_(False)
-    # zeros: a .pt2 stores the example, which must not be somebody's image
+    # zeros, because a .pt2 file stores the example input: it must not be a private image
     example = torch.zeros(2, *images_N3hw.shape[1:])
     with explain_disk_errors(target), contextlib.ExitStack() as stack:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +119,7 @@ def export_model(
 
 
 def format_export(result: dict[str, Any]) -> str:
-    """Format the written files, and the largest difference from the model's logits."""
+    """Format the result of `export_model`: the written files and the largest logit difference."""
     opset = f", opset {result['opset']}" if result["opset"] else ""
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
@@ -132,7 +134,7 @@ def format_export(result: dict[str, Any]) -> str:
 
 
 def _resolve_output_path(model: str, format: str, out: str | None) -> Path:
-    """Return the file to write: `out` itself, or a file named after the model in that folder."""
+    """Return the file to write: `out`, or a file named after the model if `out` is a folder."""
     suffix = SUFFIXES[format]
     path = Path(out or ".").expanduser()
     if path.suffix == suffix and not path.is_dir():
@@ -160,7 +162,7 @@ def _default_file_stem(model: str) -> str:
 def _load_comparison_images(
     model: str, pipeline: Pipeline, paths: Sequence[str]
 ) -> tuple[Tensor, str]:
-    """Load and preprocess real images. Returns: (N, 3, h, w), and their source."""
+    """Load and preprocess the images to compare logits on. Returns: (N, 3, h, w), their source."""
     if paths:
         files = _sample_evenly(list_cli_images(paths))
         images = (_decode_or_raise(path, error, pipeline.decode_size) for path, error in files)
@@ -173,7 +175,7 @@ def _load_comparison_images(
             ), section.source
         except FinetuneError as error:
             logger.info(
-                f"{section.source}: cannot be read here ({error}); comparing the logits on "
+                f"{section.source}: the data cannot be read ({error}); comparing the logits on "
                 f"{_FALLBACK_SOURCE} instead"
             )
     return _sample_source(open_source(_FALLBACK_SOURCE), pipeline), _FALLBACK_SOURCE
@@ -213,9 +215,9 @@ def _sample_evenly(items: Sequence[Any]) -> list[Any]:
 def _check_logits(
     network: nn.Module, exported: ExportedModel, images_N3hw: Tensor, name: str
 ) -> float:
-    """Compare logits in batches of several sizes. Returns: the largest difference.
+    """Compare the logits of both models, in several batch sizes. Returns: the largest difference.
 
-    Raises: WeightsError if it exceeds the tolerance, or the export rejects a batch size.
+    Raises: WeightsError if a difference exceeds TOLERANCE, or the export fails for a batch size.
     """
     max_difference = 0.0
     for size in BATCH_SIZES:
@@ -224,7 +226,7 @@ def _check_logits(
             expected_BK = network(images_B3hw)
         try:
             actual_BK = exported(images_B3hw)
-        except Exception as error:  # each runtime raises errors of its own
+        except Exception as error:  # each runtime raises its own error types
             raise WeightsError(
                 f"{name}: the export fails for a batch of {size} "
                 f"({root_cause_message(error)}), so it was not written; try another --format",
@@ -287,7 +289,7 @@ def _multilabel_metadata(built: BuiltModel, num_classes: int) -> dict[str, Any]:
 
 
 def _move_into_place(folder: Path, target: Path) -> None:
-    """Move the files to their destination, the metadata with the checksums last."""
+    """Move all files next to `target`; the metadata with the checksums comes last."""
     metadata_path = target.with_name(f"{target.name}.json")
     metadata_path.unlink(missing_ok=True)
     weights_path = target.with_name(f"{target.name}.data")

@@ -75,9 +75,9 @@ def export_network(
     """Export a network with a dynamic batch size.
 
     Args:
-        network: in evaluation mode, on the CPU, in float32.
-        example: (2, 3, h, w); a .pt2 file stores it.
-        path: of the file; weights too large for one ONNX file go to a second file next to it.
+        network: the network, in evaluation mode, on the CPU, in float32.
+        example: example input to trace with, (2, 3, h, w); a .pt2 file stores it.
+        path: the file to write; weights too large for one ONNX file go to a second file next to it.
         architecture: the network's name for error messages.
         format: a key of SUFFIXES.
     Returns: the opset of an ONNX file, None otherwise.
@@ -87,16 +87,16 @@ def export_network(
     convert = _convert_to_onnx if format == "onnx" else _convert_to_torch
     try:
         save, opset = convert(network, example)
-    except Exception as error:  # the exporters raise many types of their own
+    except Exception as error:  # each exporter raises its own error types
         other = next(name for name in SUFFIXES if name != format)
         raise WeightsError(
-            f"{architecture}: does not export to {format} with a dynamic batch "
+            f"{architecture}: cannot be exported to {format} with a dynamic batch size "
             f"({root_cause_message(error)}); try --format {other}",
             code="weights.unsupported",
         ) from error
     try:
         save(path)
-    except RuntimeError as error:  # torch's writer raises it on a full disk
+    except RuntimeError as error:  # torch's writer raises RuntimeError on a full disk
         raise SetupError(
             f"--out: {path.name} cannot be written ({root_cause_message(error)}); "
             "free space on the disk",
@@ -107,14 +107,14 @@ def export_network(
 
 def _convert_to_onnx(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], int]:
     for module in network.modules():
-        # Hiera's attention has five axes, ONNX's fused one four
+        # Hiera's attention tensors have five axes; ONNX's fused attention supports four
         if isinstance(module, MaskUnitAttention):
             module.fused_attn = False  # type: ignore[misc]
-    # traced here, because torch.onnx falls back to a fixed batch if a dynamic one fails
+    # trace explicitly: torch.onnx would fall back to a fixed batch size if a dynamic one fails
     program: Any = torch.onnx.export(
         _trace(network, example),
         dynamo=True,
-        dynamic_shapes=_DYNAMIC_SHAPES,  # only names the batch axis
+        dynamic_shapes=_DYNAMIC_SHAPES,  # here only for the name of the batch axis
         input_names=["images"],
         output_names=["logits"],
         verbose=False,
@@ -133,7 +133,7 @@ def _convert_to_torch(network: nn.Module, example: Tensor) -> tuple[Callable[[Pa
         node.meta.pop("stack_trace", None)  # contains paths of this machine
 
     def save(path: Path) -> None:
-        # via memory: torch's own writer aborts the process on a full disk
+        # serialize to memory first: torch's file writer aborts the process on a full disk
         content = io.BytesIO()
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
@@ -146,7 +146,7 @@ def _trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 
 def root_cause_message(error: BaseException) -> str:
-    """Return the message of an error's first cause, in one line."""
+    """Return the message of an error's root cause on one line, at most 200 characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -154,14 +154,14 @@ def root_cause_message(error: BaseException) -> str:
 
 
 def load_exported(path: Path, format: str) -> ExportedModel:
-    """Load an exported file as its users would.
+    """Load an exported file with its runtime, as a user would.
 
     Returns: a function from images (B, 3, h, w) to logits (B, K), both float32 on the CPU.
-    Raises: WeightsError if the file is invalid or the runtime rejects it.
+    Raises: WeightsError if the runtime cannot load the file.
     """
     try:
         return _load_torch(path) if format == "torch" else _load_onnx(path)
-    except Exception as error:  # each runtime raises errors of its own
+    except Exception as error:  # each runtime raises its own error types
         raise WeightsError(
             f"{path.name}: the export cannot be loaded ({root_cause_message(error)}), so it was "
             "not written; try another --format",

@@ -1,4 +1,4 @@
-"""Summarize a model: layers, parameters, MACs, tokens, preprocessing, and weights file."""
+"""`finetune info`: summarize a model's layers, parameters, MACs, tokens, preprocessing, weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from finetune.transforms.eval_transforms import default_eval_spec
 
 __all__ = ["format_model_info", "model_info"]
 
-# huggingface_hub names a large file in its cache after its sha256.
+# In its cache, huggingface_hub uses the sha256 of a large file as the file name.
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
@@ -37,17 +37,17 @@ def model_info(
 ) -> dict[str, Any]:
     """Summarize a model without reading or downloading its weights.
 
-    The network is built on the meta device if possible. The only file that may be downloaded is the
-    config.json of a hub repository.
+    The network is built on the meta device if possible. For a Hub model, only config.json is
+    downloaded.
 
     Args:
         model: run directory, model folder, weights file, `hf-hub:owner/name@revision` or timm name.
-        image_size: pixels, or (height, width); None takes the model's own.
-    Returns: {"model", "architecture", "image_size", "num_classes", "parameters": {"total",
-        "trainable", "head"}, "macs" of one image, "tokens" (None for a network without tokens),
-        "depth" (blocks per stage), "layers", "preprocessing", "weights", "adapter" (None without
-        an adapter)}. "trainable" counts what a run's recipe does not freeze, or its adapter and
-        head.
+        image_size: pixels, or (height, width); None uses the model's own.
+    Returns: a dict with keys "model", "architecture", "image_size", "num_classes", "parameters"
+        {"total", "trainable", "head"}, "macs" (for one image), "tokens" (None for a network without
+        tokens), "depth" (blocks per stage), "layers", "preprocessing", "weights" and "adapter"
+        (None without an adapter). For a run directory, "trainable" counts the parameters that the
+        run trained.
     Raises: WeightsError if the model does not exist; RecipeError for an invalid size.
     """
     name = str(model)
@@ -60,7 +60,7 @@ def model_info(
     total = count_parameters(parameters)
     trainable = count_parameters(p for p in parameters if p.requires_grad)
     adapter = None if recipe is None or recipe.model.adapter is None else recipe.model.adapter.kind
-    if adapter:  # the adapter is merged into this model, so the count comes from the run
+    if adapter:  # the adapter is merged into these weights; its parameter count is in run.json
         plan = read_record(RunDir(name)).get("plan", {})
         trainable = int(plan.get("trainable_parameters") or trainable)
     summary = summarize_model(network, size)
@@ -97,12 +97,12 @@ def model_info(
 def _build_on_meta(
     name: str, image_size: int | tuple[int, int] | None, freeze: str | int
 ) -> BuiltModel:
-    """Build the network on the meta device, or on the CPU first if it needs tensor values."""
+    """Build the network on the meta device; if its code needs tensor values, first on the CPU."""
     try:
         with torch.device("meta"):
             return build_model(name, pretrained=False, image_size=image_size, freeze=freeze)
     except (FinetuneError, RuntimeError):
-        # an error of the model itself is raised again by this call
+        # if the error is not about the meta device, this call raises it again
         built = build_model(name, pretrained=False, image_size=image_size, freeze=freeze)
         built.model.to("meta")
         return built
@@ -122,7 +122,7 @@ def _describe_weights(name: str, provenance: Mapping[str, Any]) -> dict[str, Any
 
 
 def _find_cached_weights(name: str, repository: str | None) -> tuple[Path | None, str | None]:
-    """Return the weights file on this machine, and the repository or URL that it comes from."""
+    """Return the local weights file (None if not cached), and its repository or URL."""
     architecture, _ = split_model_name_tag(name)
     if name.startswith(("hf-hub:", "hf_hub:")):
         owner, _, revision = name.split(":", 1)[1].partition("@")
@@ -164,7 +164,7 @@ def _weights_sha256(path: Path) -> str:
 
 
 def format_model_info(info: Mapping[str, Any]) -> str:
-    """Format a model's summary.
+    """Format a model's summary for the terminal.
 
     Args:
         info: the result of `model_info`.
@@ -217,7 +217,7 @@ def _format_weights(weights: Mapping[str, Any]) -> str:
     if weights["sha256"]:
         return f"{origin}: {weights['file']}, sha256 {weights['sha256']}"
     if weights["repository"]:
-        return f"{origin}: not on this machine; not needed here, so not downloaded"
+        return f"{origin}: not on this machine, and not downloaded, because info does not need them"
     return "none: timm has no pretrained weights for this name; training starts from random weights"
 
 

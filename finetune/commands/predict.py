@@ -1,4 +1,4 @@
-"""Classify images with a saved model, using the decoder and pipeline of evaluation."""
+"""`finetune predict`: classify images, decoded and transformed as in evaluation."""
 
 from __future__ import annotations
 
@@ -37,20 +37,22 @@ def predict(
     """Classify files and folders, and optionally write the results to files.
 
     Args:
-        model: see `Classifier.load`.
+        model: the model to load, see `Classifier.load`.
         paths: files, folders, glob patterns, or "-" for a list on standard input with one path per
             line (or NUL-separated, as from `find -print0`); listed paths are not glob patterns.
-        top_k: predictions per image.
-        out: a .csv or .jsonl file, written atomically. CSV cells that a spreadsheet would run as a
-            formula, or that begin with an apostrophe, are prefixed with an apostrophe; JSONL keeps
-            every name unchanged. Several labels share one cell, as `cat|dog`.
-        sheet: a .png file, written atomically: a contact sheet of the first images.
+        top_k: number of predictions per image.
+        out: a .csv or .jsonl file for the predictions, written atomically. In CSV, cells that a
+            spreadsheet would run as a formula, or that begin with an apostrophe, are prefixed with
+            an apostrophe, and several labels share one cell, as `cat|dog`. JSONL keeps every name
+            unchanged.
+        sheet: a .png file for a contact sheet of the first images, written atomically.
         calibrated, threshold: see `Classifier.load`.
         batch_size: see `Classifier.predict`.
-        device: None uses a GPU if available.
-    Returns: the rows of `Classifier.predict`; `unreadable_files_error` collects their errors.
+        device: the device to run on; None uses a GPU if available.
+    Returns: one row per file, as from `Classifier.predict`. For an unreadable file the row has an
+        "error" instead of predictions; `unreadable_files_error` turns these into an exception.
     Raises: RecipeError if `out` or `sheet` has an unknown suffix or is also an input; SetupError if
-        they cannot be written; DataError for an empty list on standard input.
+        `out` or `sheet` cannot be written; DataError for an empty list on standard input.
     """
     out_path = (
         None
@@ -68,7 +70,7 @@ def predict(
     limit_last_block_to_class_token(classifier.network)
     is_multilabel = classifier.thresholds is not None
     rows = PredictionTable(classifier.class_names, is_multilabel=is_multilabel)
-    # a folder name is one class, not the label set of a multi-label image
+    # a folder name cannot hold all labels of a multi-label image
     contact_sheet = (
         ContactSheet(() if is_multilabel else classifier.class_names) if sheet_path else None
     )

@@ -1,4 +1,4 @@
-"""List the images to predict, and write predictions as CSV, JSONL or text."""
+"""Store predictions compactly, and write them as CSV, JSONL or text."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 
 
 PREDICTION_SUFFIXES = (".csv", ".jsonl")
-_MAX_LISTED_FILES = 20  # unreadable files listed in a message; the rows contain all
+_MAX_LISTED_FILES = 20  # unreadable files in the error message; CSV and JSONL list all
 
 
 class PredictionTable(Sequence[PredictionRow]):
     """A sequence of prediction rows, stored compactly as paths and arrays.
 
-    A dictionary takes about a kilobyte, so 100,000 of them would need more memory than the network.
+    A dict per row would take about a kilobyte: for 100,000 images, more memory than the network.
 
     Args:
-        class_names: in the order of the logits.
-        is_multilabel: the rows also have "labels".
+        class_names: class names in the order of the logits.
+        is_multilabel: True if the rows also have the key "labels".
     """
 
     def __init__(self, class_names: Sequence[str], *, is_multilabel: bool = False) -> None:
@@ -43,7 +43,7 @@ class PredictionTable(Sequence[PredictionRow]):
         self._keys = ("predictions", "labels") if is_multilabel else ("predictions",)
         self._paths: list[str] = []
         self._errors: dict[int, str] = {}
-        # concatenated over all rows and keys; _starts has the offset of each list
+        # concatenated over all rows and keys; _starts holds the offset of each list of predictions
         self._indices = array.array("i")
         self._confidences = array.array("d")
         self._starts = array.array("q", [0])
@@ -92,7 +92,7 @@ class PredictionTable(Sequence[PredictionRow]):
     __hash__ = None  # type: ignore[assignment]
 
     def tolist(self) -> list[PredictionRow]:
-        """Return all rows as dictionaries, for JSON."""
+        """Return all rows as dicts, for JSON."""
         return list(self)
 
 
@@ -100,13 +100,13 @@ class PredictionTable(Sequence[PredictionRow]):
 def open_prediction_writer(
     path: Path, *, num_predictions: int, is_multilabel: bool = False
 ) -> Iterator[Callable[[PredictionRow], None]]:
-    """Write rows to a .csv or .jsonl file one by one; the file appears when all are written.
+    """Write rows to a .csv or .jsonl file one by one; the file appears when the block ends.
 
     Args:
-        path: of the file, replaced atomically.
-        num_predictions: per row.
-        is_multilabel: the rows also have "labels".
-    Returns: a function that writes one row.
+        path: the file, replaced atomically.
+        num_predictions: number of predictions per row.
+        is_multilabel: True if the rows also have the key "labels".
+    Yields: a function that writes one row.
     Raises: SetupError if the file cannot be written.
     """
     format_row, header = _format_jsonl_row, ""
@@ -120,7 +120,7 @@ def open_prediction_writer(
         )
     with atomic_replace(path) as temporary:
         with explain_disk_errors(path):
-            # keeps the bytes of names that are not UTF-8
+            # surrogateescape keeps the bytes of file names that are not UTF-8
             file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
         def write(row: PredictionRow) -> None:
@@ -144,9 +144,9 @@ def _prediction_columns(num_predictions: int) -> list[str]:
 
 
 def _format_csv_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
-    """Format a row: path, all labels with their confidences, label_1, confidence_1, …, error."""
+    """Format a CSV row: path, labels and confidences (multi-label only), label_1, …, error."""
     cells: list[str] = []
-    # in the format that `data.csv_file` reads
+    # labels in the format that `data.csv_file` reads
     if is_multilabel and (labels := row.get("labels")) is not None:
         cells = [escape_csv_formula("|".join(prediction["label"] for prediction in labels) or "[]")]
         cells.append("|".join(f"{prediction['confidence']:.6f}" for prediction in labels))
@@ -165,12 +165,12 @@ def _join_csv_cells(cells: Sequence[str]) -> str:
 
 
 def _format_jsonl_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
-    # ASCII only: \udc.. escapes preserve names that are not UTF-8
+    # ASCII only, so that \udc.. escapes preserve file names that are not UTF-8
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:
-    """Return an error that lists the unreadable files, to raise after all output is written."""
+    """Return an error that lists the unreadable files, to raise after all output; None if none."""
     lines, count = [], 0
     for row in rows:
         if "error" in row:
@@ -190,7 +190,7 @@ def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:
 def format_predictions(
     rows: Sequence[PredictionRow], *, out: str | Path | None = None, sheet: str | Path | None = None
 ) -> str:
-    """Format the rows as a table, or one line per written file."""
+    """Format the rows as a table; with `out`, only one line per written file."""
     readable = [index for index, row in enumerate(rows) if "error" not in row]
     written = []
     if out is not None:
@@ -206,7 +206,7 @@ def format_predictions(
 
 def _format_table_row(row: PredictionRow, width: int) -> str:
     texts = [_format_prediction(prediction) for prediction in row["predictions"]]
-    if "labels" in row:  # predictions below their thresholds are put in brackets
+    if "labels" in row:  # put predictions below their thresholds in parentheses
         others = [
             _format_prediction(prediction)
             for prediction in row["predictions"]

@@ -1,6 +1,6 @@
-"""Evaluate frozen features: few-shot accuracy, linear probing, k nearest neighbors."""
+"""`finetune probe`: evaluate frozen features by few-shot accuracy, linear probing and kNN."""
 
-# N images, D width, K classes
+# N images, D feature width, K classes
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = ["DEFAULT_SHOTS", "format_probe", "parse_shots", "probe_model"]
 DEFAULT_SHOTS = (1, 5, 10, 25)
 SPLITS = ("val", "test")
 _KNN_TEMPERATURE = 0.07
-_VAL_FRACTION = 0.1  # of train, to choose C on if the source has no val split
+_VAL_FRACTION = 0.1  # fraction of train to choose C on, if the source has no val split
 
 
 def probe_model(
@@ -69,26 +69,27 @@ def probe_model(
 ) -> dict[str, Any]:
     """Evaluate simple classifiers on a network's frozen features.
 
-    Few-shot accuracy follows big_vision: pre-logits, whitened by the shots, least squares with
-    targets of ±1. Features are float32 on every device. All processes compute features; only rank
-    0 fits and evaluates classifiers.
+    Few-shot accuracy follows big_vision: the features are pre-logits, whitened with the statistics
+    of the shots, and the classifier is a least-squares fit to targets of ±1. Features are float32
+    on every device. All processes compute features; only rank 0 fits and evaluates classifiers.
 
     Args:
-        model: run directory, model folder, hub or timm name; it needs no classifier.
-        data: a source string; None for the source that the run was trained on.
-        split: the split to evaluate on, "test" or "val"; None for test, or val if there is no test.
-            If the source has no val split, it is held out from train, as in training.
-        shots: numbers of training images per class.
-        seeds: number of random draws of the shots: seeds 0, 1, …
+        model: run directory, model folder, Hub or timm name; the model needs no classifier.
+        data: a source string; None uses the data that the run was trained on.
+        split: the split to evaluate on, "test" or "val"; None uses test, or val if there is no
+            test split. If "val" does not exist, it is held out from train, as in training.
+        shots: numbers of training images per class, one few-shot evaluation each.
+        seeds: number of random draws of the shots, with seeds 0, 1, …
         linear: also fit logistic regression on all of train, with C chosen on validation.
-        linear_sgd: also train linear classifiers with SGD as DINOv2's evaluation does, and report
-            the best: 13 learning rates, class tokens with and without patches (or pre-logits).
-        knn: also classify by this many nearest neighbors in train.
+        linear_sgd: also train linear classifiers with SGD, like DINOv2's evaluation, and report
+            the best one on validation. The grid has 13 learning rates and several features: class
+            tokens with and without averaged patch tokens (or only pre-logits).
+        knn: also evaluate a kNN classifier with this many neighbors.
         out: a folder for probe.json.
-    Returns: {"model", "data", "split", "protocol", "shots": {n: {"accuracy", "std", "seeds"}},
-        "linear", "linear_sgd", "knn", "features", "machine"}; "std" is over seeds (n - 1), None
-        for one seed; "linear", "linear_sgd" and "knn" are None unless requested. On ranks other
-        than 0, "shots" is empty.
+    Returns: a dict with keys "model", "data", "split", "protocol", "shots" {n: {"accuracy", "std",
+        "seeds"}}, "linear", "linear_sgd", "knn", "features", "machine". "std" is the sample
+        standard deviation over seeds, None for one seed; "linear", "linear_sgd" and "knn" are None
+        unless requested. On ranks other than 0, "shots" is empty.
     Raises: RecipeError for wrong arguments; DataError for unsuitable data; SetupError if `out`
         cannot be written.
     """
@@ -123,7 +124,7 @@ def probe_model(
 
 
 def format_probe(result: Mapping[str, Any]) -> str:
-    """Format the results."""
+    """Format the result of `probe_model`; empty on ranks other than 0."""
     if not result["shots"]:
         return ""
     protocol, features = result["protocol"], result["features"]
@@ -192,8 +193,11 @@ def _check_arguments(shots: Sequence[int], split: str | None) -> None:
 class _ProbeTask:
     """The data and settings of a probe.
 
-    `seed` splits the data. `shot_indices` are the indices in train whose features are needed; None
-    for all.
+    Attributes:
+        split: name of the split to evaluate on.
+        seed: seed of the train/val split.
+        threads: torch threads on a CPU; None uses the default.
+        shot_indices: indices of the train images whose features are needed; None needs all.
     """
 
     source: Source
@@ -205,20 +209,20 @@ class _ProbeTask:
 
 
 def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
-    """Open the data, as the run does if it is its own, and choose the split to evaluate on."""
+    """Open the data (None: the run's own, split as in training) and choose the evaluation split."""
     recipe = load_run_recipe(model)
     section, seed = resolve_data_section(model, recipe, data)
     source = open_data(section, seed) if split == "val" else open_full_data(section, seed)
     if section.task == "multilabel":
         raise DataError(
-            f"{source.name}: is multi-label (data.task), but a probe needs one label per image; "
-            "evaluate the model with: finetune eval",
+            f"{source.name}: this data is multi-label (data.task), but a probe needs one label per "
+            "image; evaluate the model with: finetune eval",
             code="data.wrong_labels",
         )
     have = ", ".join(source.splits)
     if "train" not in source.splits:
         raise DataError(
-            f"{source.name}: has no train split to draw shots from, only {have}; add one",
+            f"{source.name}: has no train split to draw shots from, only {have}; add a train split",
             code="data.no_split",
         )
     if split is None:
@@ -226,8 +230,8 @@ def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
     if split is None or split not in source.splits:
         missing = "neither test nor val" if split is None else f"no split '{split}'"
         raise DataError(
-            f"{source.name}: has {missing} to evaluate on, only {have}; add one, or evaluate on a "
-            "part of train with --split val",
+            f"{source.name}: has {missing} to evaluate on, only {have}; add a split, or evaluate "
+            "on a part of train with --split val",
             code="data.no_split",
         )
     return _ProbeTask(source, split, section, seed, recipe.run.threads if recipe else None)
@@ -238,7 +242,7 @@ def _check_image_counts(
 ) -> None:
     """Raise if a class has fewer images than shots, or the train split is too small.
 
-    Classes that the source declares without any images are ignored.
+    Classes without any images in train are ignored.
     """
     counts = np.bincount(labels_N, minlength=len(source.class_names))
     rare_classes = [k for k in np.flatnonzero(counts).tolist() if counts[k] < max(shots)]
@@ -267,8 +271,8 @@ def _check_image_counts(
 
 
 def _limit_to_shots(task: _ProbeTask, max_shots: int, num_seeds: int) -> _ProbeTask:
-    """Limit the task to the features of the images that all seeds draw as shots."""
-    # leaving out an unreadable image would change the draws
+    """Limit the task to the images that at least one seed draws as a shot."""
+    # quarantine may exclude images, which changes what the seeds draw
     if task.section.unreadable == "quarantine":
         return task
     labels_N, num_classes = task.source.splits["train"].labels, len(task.source.class_names)
@@ -283,14 +287,14 @@ def _extract_features(
 ) -> tuple[dict[str, Any], dict[str, Features], dict[str, slice]]:
     """Compute features on all ranks.
 
-    Returns: what the features depend on, features by split, and their column slices; on ranks other
-        than 0 these are empty.
+    Returns: the result of `feature_identity`, the features by split, and the columns of each kind
+        of feature. The first two are empty on ranks other than 0.
     """
     built = build_model(model)
     identity = feature_identity(built, task.section.eval) if accelerator.is_main_process else {}
     pipeline = build_pipeline(built.preprocessing, task.section.eval)
     network = built.model.to(accelerator.device, torch.float32)
-    if not use_tokens:  # the fast kernels compute only the tokens that the classifier reads
+    if not use_tokens:  # fast kernels would compute only the tokens that the classifier reads
         choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
     split_names = dict.fromkeys(["train", task.split])
     if include_val and "val" in task.source.splits:
@@ -330,7 +334,7 @@ def _compute_metrics(
     linear: bool,
     knn: int | None,
 ) -> dict[str, Any]:
-    """Compute all metrics that use pre-logits."""
+    """Compute all metrics on pre-logits: few-shot, logistic regression and kNN."""
     source, pre_logits_columns = task.source, columns["pre-logits"]
     features = {
         name: replace(split_features, values_ND=split_features.values_ND[:, pre_logits_columns])
@@ -343,10 +347,10 @@ def _compute_metrics(
     if task.shot_indices is not None:
         labels_N = source.splits["train"].labels
         values_ND = np.zeros((len(labels_N), train[0].shape[1]), dtype=np.float32)
-        # the other rows are never read, so they take no memory
+        # the other rows are never touched, so the OS allocates no memory for them
         values_ND[task.shot_indices] = train[0]
         train = values_ND, labels_N
-    # again, because unreadable images may have been left out
+    # check again, because unreadable images may have been excluded
     _check_image_counts(source, train[1], shots, knn)
     num_classes = len(source.class_names)
     protocol = {
@@ -407,7 +411,7 @@ def _fit_linear_sgd(
 def _fit_linear(
     task: _ProbeTask, features: Mapping[str, Features], fit: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
-    """Fit a linear classifier and select it on the source's val split, or on a part of train."""
+    """Fit a linear classifier, with its hyperparameter selected on val, or on a part of train."""
     train, test, source = features["train"], features[task.split], task.source
     if task.split != "val" and "val" in features:
         val, train_indices = features["val"], np.arange(len(train.labels_N))

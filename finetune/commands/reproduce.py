@@ -1,7 +1,7 @@
-"""Run a plan, a set of related runs, and write one table of their results.
+"""`finetune reproduce`: train the runs of a plan, and write one table of their results.
 
-An entry of a plan may first search a grid on the validation split, without reading the test split.
-The best setting is then trained from scratch, once per seed.
+A plan (plan.yaml) lists related runs as entries. An entry may first search a grid, on the
+validation split only. The best setting is then trained from scratch, once per seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _METRIC_TITLES = {
     **{"loss": "loss", "ece": "calibration error"},
 }
 
-_Results = dict[str, Any]  # the content of results.json
+_Results = dict[str, Any]  # content of results.json
 
 
 def run_plan(
@@ -68,20 +68,21 @@ def run_plan(
     """Run a plan, or continue it; finished runs are not repeated.
 
     Args:
-        name: of a plan, see `find_plan`.
-        only: names of the entries to run; all if empty. The table also includes the finished runs
-            of the others.
-        scale: "full", or "smoke" for runs of minutes that are not the experiment.
-        overrides: `key=value` for every run, such as data.source.
-        sources: data sources of the recipes, and the copy to read instead of each.
+        name: name or path of a plan, see `find_plan`.
+        only: names of the entries to run; empty runs all. The table also includes the finished
+            runs of the other entries.
+        scale: "full", or "smoke" for a shortened version of each run, which takes minutes and does
+            not reproduce the experiment.
+        overrides: overrides for every run, each `section.key=value`.
+        sources: maps a data source in the recipes to the copy of the data to read instead.
         out: the folder for the runs; by default runs/NAME, or runs/NAME-smoke.
-        done: train nothing and use the finished seeds, even if they ran on another machine with
-            another copy of the images. They need neither checkpoints nor model/.
-        page: a file for the page of all recipes.
-    Returns: "title", "scale", "runs" (name, paths, seeds, test metrics), "choices" of the grids,
-        "claims" with the run that answers each, "probes" by run, "table" (a file), "comparison"
-        and "page" (pages).
-    Raises: RecipeError for a wrong plan, and any error of a run.
+        done: do not train; summarize the finished seeds only. They may come from another machine
+            with the images at another path, and need neither checkpoints nor model/.
+        page: Markdown file for the results page of all recipes, see `render_page`.
+    Returns: a dict with keys "title", "scale", "runs" (name, paths, seeds, test metrics),
+        "choices" (grid search results by entry), "claims" (each with its run), "probes" (by
+        entry), and the paths "table", "comparison" and "page".
+    Raises: RecipeError for an invalid plan, and any error of a run.
     """
     path = find_plan(name)
     plan = load_plan(path)
@@ -112,7 +113,7 @@ def run_plan(
             entry_results.append(entry_result)
         elif done:
             logger.info(
-                f"{entry.name}: skipped: it has no finished run, or the plan has changed since"
+                f"{entry.name}: skipped, because it has no finished run or the plan has changed"
             )
     destroy_process_group()
     result = _write_summary(plan.title, scale, folder, entry_results)
@@ -151,9 +152,10 @@ def _run_entry(
     """Search the grid if the entry has one, then train once per seed; or probe features.
 
     Args:
-        load_recipe_with: loads the recipe of one run from additional overrides.
-        get_results: trains a run in a folder, or only reads its results.
-    Returns: None if a run is not finished; for copied runs, if none is finished.
+        load_recipe_with: returns the entry's recipe with additional overrides.
+        get_results: returns the results of the run in a folder, after training it if needed; None
+            if it only reads results and the run is not finished.
+    Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:
         return _probe_or_load(
@@ -175,8 +177,8 @@ def _run_entry(
         value = results.get(split, {}).get(key)
         if value is None:
             raise RecipeError(
-                f"{entry.name}: the grid has no metric to choose by: {path.relative_to(folder)} "
-                f"has no {metric}; set data.val_fraction",
+                f"{entry.name}: cannot choose the best setting of the grid, because the run "
+                f"{path.relative_to(folder)} has no {metric}; set data.val_fraction",
                 code="recipe.conflict",
             )
         choices.append({"overrides": list(combination), metric: value, "run": str(path)})
@@ -194,7 +196,8 @@ def _run_entry(
             if not chosen or not path.exists():
                 raise
             raise RecipeError(
-                f"{error}; the grid chose {' '.join(chosen)}: remove {path} to train with it",
+                f"{error}; the grid search chose {' '.join(chosen)}; to train with it, remove "
+                f"{path}",
                 code="recipe.not_this_run",
             ) from None
         if results is not None:
@@ -211,12 +214,12 @@ def _run_entry(
 def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
     """Train a run of a plan, resume it, or read its results if it is finished.
 
-    A finished run without model/ was copied without it, and is not trained again.
+    A finished run without model/ is a copy that left model/ out; it is not trained again.
     """
     results = read_finished_results(folder, recipe)
     if results is None:
-        gc.collect()  # frees the previous run's network, which Accelerate's wrappers hold
-        torch.cuda.empty_cache()  # for code that asks the device for its free memory
+        gc.collect()  # free the previous run's network, which Accelerate's wrappers hold
+        torch.cuda.empty_cache()  # so that the device reports this memory as free
     elif not (folder / "model").is_dir():
         return results
     try:
@@ -227,7 +230,7 @@ def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
 
 
 def _load_finished_copy(folder: Path, recipe: Recipe) -> _Results | None:
-    """Read a finished run, which may come from a machine with the images at another path."""
+    """Read the results of a finished run, even if its images were at another path."""
     run_recipe = load_run_recipe(folder)
     return (
         None
@@ -259,7 +262,7 @@ def _probe_or_load(
 def _write_summary(
     title: str, scale: str, folder: Path, entry_results: Sequence[EntryResult]
 ) -> dict[str, Any]:
-    """Write the table and the comparison page. Returns: the results of the plan."""
+    """Write table.md and comparison.html. Returns: the result of `run_plan` without "page"."""
     from finetune.report.page import write_comparison  # imports matplotlib
 
     trained = [entry_result for entry_result in entry_results if not entry_result.probe]
@@ -319,10 +322,10 @@ def _summarize_entry(entry_result: EntryResult) -> dict[str, Any]:
 
 
 def format_plan_results(result: Mapping[str, Any]) -> str:
-    """Format the results of a plan as Markdown: runs, choices and claims.
+    """Format the results of a plan as Markdown: runs, grid searches, probes and claims.
 
     Args:
-        answer: the result of `run_plan`.
+        result: the result of `run_plan`.
     """
     lines = [f"# {result['title']}", ""]
     is_smoke = result["scale"] == "smoke"

@@ -1,9 +1,9 @@
-"""Write the recipes' page: the results that their sources report, and the results measured here.
+"""Write the results page of the recipes (recipes/README.md): published and measured results.
 
-The page is written from run directories only; they need neither checkpoints nor model/. Results
-whose run directories no longer exist are kept in `earlier.md` next to the plan. A smaller run, with
-another network or fewer images, answers no claim, but a plan may ask it for the direction of a
-metric.
+The page is written from run directories, which need neither checkpoints nor model/. Results whose
+run directories no longer exist are kept in `earlier.md` next to the plan. A run that is smaller
+than the published experiment (another network or fewer images) cannot meet or miss its claims; a
+plan can only ask whether a metric moves in the same direction (`Direction`).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ __all__ = [
 ]
 
 RUN_FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "results.json")
-_EXPECTED_PREFIX = "expected before the run"  # start of the source of a claim made before its run
+_EXPECTED_PREFIX = "expected before the run"  # `claim.source` of a prediction starts so
 
 
 @dataclass(frozen=True)
 class EntryResult:
-    """The results of a plan's entry.
+    """The results of one entry of a plan.
 
     Attributes:
-        entry: of the plan.
-        paths: a run directory per seed, or the folder of probe.json.
-        results: the content of results.json, per run.
-        choices: the rows of the grid search, if the entry has a grid.
-        probe: the content of probe.json, if the entry is a probe.
+        entry: the entry.
+        paths: run directories, one per seed; for a probe, the folder of probe.json.
+        results: the content of results.json for each path; empty for a probe.
+        choices: the results of the grid search; empty without a grid.
+        probe: the content of probe.json; None unless the entry is a probe.
     """
 
     entry: PlanEntry
@@ -74,7 +74,7 @@ class EntryResult:
 
     @property
     def machines(self) -> list[Mapping[str, Any]]:
-        """The machines and commits of the runs, or of the probe."""
+        """Dicts with the machine and commit of each run (its run.json), or of the probe."""
         return [self.probe["machine"]] if self.probe else [run.record for run in self.runs]
 
 
@@ -84,10 +84,10 @@ def render_page(
     """Render the page as Markdown.
 
     Args:
-        plan: whose runs the page shows.
-        path: of the plan's file; the page lists all recipes of the `recipes` folder above it.
-        entry_results: of the finished entries.
-        disclaimer: shown first; with it, no claim is judged.
+        plan: the plan whose runs the page shows.
+        path: path of the plan.yaml; the page lists all recipes of the `recipes` folder above it.
+        entry_results: results of the finished entries.
+        disclaimer: a note shown first, such as for a smoke test; if given, no claim is judged.
     Raises: CheckpointError if a run directory is corrupt.
     """
     root = next((item for item in path.parents if item.name == "recipes"), path.parent)
@@ -172,7 +172,7 @@ def _runs_table(
 
 
 def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
-    """Format the claims of the first run's recipe.yaml, and how many runs met them."""
+    """Format the claims written before the run, and how many of the runs met each."""
     expectations = []
     for claim in runs[0].recipe.claims:
         if claim.source.startswith(_EXPECTED_PREFIX):
@@ -215,7 +215,7 @@ def _probe_table(entry_results: Sequence[EntryResult], path: Path) -> list[str]:
 
 
 def _other_programs_table(plan: Plan, entry_results: Sequence[EntryResult]) -> list[str]:
-    """Tabulate the measurements of other programs, with their commands."""
+    """Tabulate the results of other programs next to ours, and list their commands."""
     runs_by_entry = {entry_result.entry.name: entry_result.runs for entry_result in entry_results}
     rows, commands = [], []
     for entry in plan.runs:
@@ -241,9 +241,9 @@ def directions_table(
     """Answer a plan's questions about the direction of metrics, for each seed.
 
     Args:
-        directions: of a plan.
-        entry_results: of the entries that they name; an entry without results leaves its question
-            open.
+        directions: the questions of a plan.
+        entry_results: results of the entries that `directions` name; the question about an entry
+            without results is answered "open".
     Returns: the lines of a Markdown table.
     """
     runs_by_entry = {value.entry.name: value.runs for value in entry_results}
@@ -282,7 +282,7 @@ def _claims_table(
     entry_results: Sequence[EntryResult],
     earlier_text: str,
 ) -> list[str]:
-    """Tabulate every claim of every recipe, with the runs that answer it."""
+    """Tabulate every claim of every recipe, with the measured values of the runs of that recipe."""
     rows = []
     for file, recipe in recipes.items():
         matching = [
@@ -313,7 +313,7 @@ def _claims_table(
 
 
 def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> list[str]:
-    """Format the answer to a recipe's claim: the run, its values, and the full experiment."""
+    """Format the last three cells of a claim: the entry, its values, and the full experiment."""
     rows = [_answer_claim(claim.model_dump(), run) for run in entry_result.runs]
     values = [row["measured"] for row in rows if row["measured"] is not None]
     measured = _format_metric_mean(claim.metric, values)
@@ -337,7 +337,7 @@ def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> l
 
 
 def _answer_claim(claim: Mapping[str, Any], run: Run) -> dict[str, Any]:
-    """Answer a claim from a run's files, even if the run's recipe does not contain it."""
+    """Check a claim against a run's files, even if the run's recipe does not contain the claim."""
     return check_claims([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]
 
 
@@ -390,10 +390,10 @@ def _directories_table(entry_results: Sequence[EntryResult]) -> list[str]:
 
 
 def run_hash(path: Path) -> str:
-    """Compute the sha256 of a run directory's concatenated files, or of its probe.json.
+    """Compute the sha256 of a folder's concatenated RUN_FILES or, for a probe, of probe.json.
 
     Args:
-        path: of the folder.
+        path: the run directory, or the folder of probe.json.
     Raises: CheckpointError if a file is missing.
     """
     probe = path / "probe.json"
@@ -401,7 +401,7 @@ def run_hash(path: Path) -> str:
     for file in files:
         if not file.is_file():
             raise CheckpointError(
-                f"{file}: is missing, but the run's hash includes it; copy all files of the run",
+                f"{file}: not found, but the run's hash includes it; copy all files of the run",
                 code="checkpoint.not_found",
             )
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -411,10 +411,10 @@ def run_hash(path: Path) -> str:
 
 
 def summarize_recipe(recipe: Recipe, *, planned_source: str | None = None) -> str:
-    """Summarize a recipe: network, data and length of the training.
+    """Summarize a recipe in one line: network, data and optimizer settings.
 
     Args:
-        planned_source: the plan's data source; the run may have read a copy of it.
+        planned_source: the data source in the plan; shown if the recipe reads a copy of it.
     """
     model, data, optim = recipe.model, recipe.data, recipe.optim
     length = f"{optim.steps} steps"
@@ -432,7 +432,7 @@ def summarize_recipe(recipe: Recipe, *, planned_source: str | None = None) -> st
 
 
 def hardware_and_commit(machine: Mapping[str, Any]) -> tuple[str, str]:
-    """Return hardware and commit.
+    """Return the hardware (device name) and the commit of a run, as text.
 
     Args:
         machine: the content of run.json, or the "machine" of probe.json.
@@ -445,7 +445,7 @@ def hardware_and_commit(machine: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _format_metric_mean(metric: str, values: Iterable[float | None]) -> str:
-    """Format mean and standard deviation of a metric, accuracies in percent."""
+    """Format the mean and standard deviation of a metric over runs, accuracies in percent."""
     is_percent = metric.endswith(PERCENT_METRICS)
     return f"{_format_percent_mean(values)} %" if is_percent else _format_mean(values, 4)
 
@@ -455,7 +455,7 @@ def _format_percent_mean(values: Iterable[float | None]) -> str:
 
 
 def _format_mean(values: Iterable[float | None], digits: int, *, signed: bool = False) -> str:
-    """Format mean and standard deviation over the runs with a known value."""
+    """Format the mean and standard deviation of the values that are not None."""
     known = [value for value in values if value is not None]
     if not known:
         return MISSING
@@ -464,10 +464,10 @@ def _format_mean(values: Iterable[float | None], digits: int, *, signed: bool = 
 
 
 def _join_unique(values: Iterable[Any], separator: str = ", ") -> str:
-    """Join the distinct values in order."""
+    """Join the distinct values, in order of first occurrence."""
     return separator.join(dict.fromkeys(map(str, values)))
 
 
 def _table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; none without rows."""
+    """Return the lines of a Markdown table; an empty list without rows."""
     return markdown_table(header, rows) if rows else []

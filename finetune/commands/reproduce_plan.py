@@ -1,4 +1,4 @@
-"""Plans: YAML files that list related runs, with grids, seeds and the results of their sources.
+"""Plans: YAML files that list related runs, with grids, seeds and the published results.
 
 A plan is a file `plan.yaml` next to the recipes that it runs.
 """
@@ -52,7 +52,7 @@ _NUM_SMOKE_VALUES = 2  # number of seeds, and of values per grid key, in a smoke
 
 def _check_folder_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        problem = "expected a folder's name: letters, digits, '.', '_' and '-'"
+        problem = "expected a folder name of letters, digits, '.', '_' and '-'"
         raise PydanticCustomError("name", "{cause}", {"cause": problem})
     return value
 
@@ -68,47 +68,47 @@ class ProbeSettings(Section):
     expected: tuple[NumberRange, ...] = Field(
         (), description="[lowest, highest] accuracy for each number of shots"
     )
-    source: NonEmptyString | None = Field(None, description="source of the expectation")
+    source: NonEmptyString | None = Field(None, description="source of the expected accuracy")
 
 
 class OtherProgramResult(Section):
-    """A measurement of another program, to compare with an entry's own."""
+    """Results of another program, to compare with the results of an entry."""
 
-    program: NonEmptyString = Field(description="its name and version")
+    program: NonEmptyString = Field(description="name and version of the program")
     command: NonEmptyString = Field(description="the command that was run")
     machine: NonEmptyString = Field(description="hardware and versions")
-    seeds: tuple[Integer, ...] = Field(min_length=1, description="one result for each")
-    top1: tuple[FiniteFloat, ...] = Field(description="fractions")
-    seconds: tuple[FiniteFloat, ...] = Field((), description="wall-clock time of each command")
+    seeds: tuple[Integer, ...] = Field(min_length=1, description="seeds, one run of it per seed")
+    top1: tuple[FiniteFloat, ...] = Field(description="top-1 accuracy of each seed, 0 to 1")
+    seconds: tuple[FiniteFloat, ...] = Field((), description="wall-clock seconds of each run")
     our_seconds: tuple[FiniteFloat, ...] = Field(
-        (), description="wall-clock time of ours, on that machine"
+        (), description="wall-clock seconds of finetune on that machine"
     )
-    note: NonEmptyString | None = Field(None, description="differences to our run")
+    note: NonEmptyString | None = Field(None, description="differences from our run")
 
 
 class Direction(Section):
-    """A claim about the direction of a metric, for runs smaller than those of its source."""
+    """A claim about the direction of a metric, checked with runs smaller than the source's."""
 
     question: NonEmptyString = Field(description="a yes/no question, answered for each seed")
     source: NonEmptyString = Field(description="where the claim is made")
     expected: NonEmptyString | None = Field(
         None, description="expected answer, written before the run"
     )
-    run: FolderName = Field(description="the entry that answers")
+    run: FolderName = Field(description="the entry whose runs answer the question")
     metric: MetricName = Field(description="as in a claim: val.loss, test.top1, …")
     when: ClaimTime = Field("end", description="as in a claim; 'after epoch N' for a trend")
     trend: Literal["rising", "falling"] | None = Field(
-        None, description="direction over the evaluations"
+        None, description="expected direction of the metric over the evaluations"
     )
     below: FolderName | None = Field(
-        None, description="another entry, whose value with the same seed should be larger"
+        None, description="entry whose value, with the same seed, is expected to be larger"
     )
 
 
 class PlanEntry(Section):
-    """A run of a plan, or a grid search and the run with its best setting."""
+    """An entry of a plan: one run per seed, after an optional grid search."""
 
-    name: FolderName = Field(description="start of the run folder's name, followed by the seed")
+    name: FolderName = Field(description="prefix of the run folders, followed by the seed")
     recipe: NonEmptyString = Field(description="path of the recipe, relative to the plan's folder")
     probe: ProbeSettings | None = Field(
         None, description="evaluate features of the recipe's weights on its data; no training"
@@ -122,32 +122,32 @@ class PlanEntry(Section):
         description="metric that selects the best setting; null: val.top1, for multilabel val.map",
     )
     final: tuple[NonEmptyString, ...] = Field(
-        (), description="overrides after the grid search; data.val_fraction=0 trains on all images"
+        (), description="overrides for the final runs; data.val_fraction=0 trains on all images"
     )
     seeds: tuple[Integer, ...] = Field(
         (0,), description="one run for each; the grid search uses the first"
     )
     claims: tuple[Claim, ...] | None = Field(
-        None, description="results that a source reports for this run; null: the recipe's claims"
+        None, description="published results to check this run against; null: the recipe's claims"
     )
     reported: NonEmptyString | None = Field(
-        None, description="a reported result to show next to the run's own, not a claim"
+        None, description="a published result to show next to ours, without checking it"
     )
     beside: tuple[OtherProgramResult, ...] = Field(
-        (), description="results of other programs, for the page"
+        (), description="results of other programs, shown on the page"
     )
     smoke: tuple[NonEmptyString, ...] | None = Field(
         None, description="overrides that replace the plan's smoke"
     )
 
     def grid_combinations(self) -> Iterator[tuple[str, ...]]:
-        """Yield the overrides of every combination of grid values; one () without a grid."""
+        """Yield the overrides of every combination of grid values; a single () without a grid."""
         for values in itertools.product(*self.grid.values()):
             pairs = zip(self.grid, values, strict=True)
             yield tuple(f"{key}={_format_override_value(value)}" for key, value in pairs)
 
     def combination_folder(self, combination: Sequence[str]) -> str:
-        """Return a folder name for a combination, from its values and short keys."""
+        """Return a folder name for a combination of grid values, such as `lr=0.001,epochs=5`."""
         pairs = [change.partition("=") for change in combination]
         short = [key.rpartition(".")[2] for key, _, _ in pairs]
         keys = short if len(set(short)) == len(short) else [key for key, _, _ in pairs]
@@ -159,9 +159,9 @@ class Plan(Section):
     """A set of related runs."""
 
     title: NonEmptyString = Field(description="title of the results")
-    runs: tuple[PlanEntry, ...] = Field(min_length=1, description="run in this order")
+    runs: tuple[PlanEntry, ...] = Field(min_length=1, description="entries, run in this order")
     directions: tuple[Direction, ...] = Field(
-        (), description="questions for the page of all recipes"
+        (), description="questions that the page of all recipes answers"
     )
     smoke: tuple[NonEmptyString, ...] = Field(
         (), description="overrides that shorten each run to minutes, for --scale smoke"
@@ -169,12 +169,12 @@ class Plan(Section):
 
 
 def find_plan(name: str, root: str | Path = "recipes") -> Path:
-    """Find the file of a plan.
+    """Find the plan.yaml of a plan.
 
     Args:
-        name: a file, a folder with a plan.yaml, or the name of such a folder below `root`.
+        name: path of the file or of its folder, or the name of a folder with a plan.yaml in `root`.
         root: the folder of the recipes.
-    Raises: RecipeError if no plan or several plans match; it suggests the nearest name.
+    Raises: RecipeError if no plan or several plans match; the message suggests the nearest name.
     """
     for path in (Path(name), Path(name) / PLAN_FILENAME):
         if path.is_file():
@@ -183,15 +183,15 @@ def find_plan(name: str, root: str | Path = "recipes") -> Path:
     matches = [path for path in paths if path.parent.name == name]
     if len(matches) > 1:
         raise RecipeError(
-            f"{name}: matches {matches[0]} and {matches[1]}; give the file",
+            f"{name}: matches both {matches[0]} and {matches[1]}; give the path of the file",
             code="recipe.unknown_name",
         )
     if not matches:
         known = [path.parent.name for path in paths]
         hint = f"Known: {', '.join(known)}"
         if not known:
-            hint = f"No plan exists below {root}/; run the command in a copy of the repository, or "
-            hint += "give a plan's file"
+            hint = f"No plan exists below {root}/; run this in a clone of the repository, or "
+            hint += "give the path of a plan"
         raise RecipeError(
             f"{name}: no such plan{did_you_mean(name, known) or '.'} {hint}",
             code="recipe.not_found",
@@ -204,7 +204,7 @@ def load_plan(path: str | Path) -> Plan:
     text = recipe_yaml.read_recipe_text(path)
     if not text.strip():
         raise RecipeError(
-            f"{path}: is empty; a plan needs a title and runs", code="recipe.missing_key"
+            f"{path}: the file is empty; add a title and runs", code="recipe.missing_key"
         )
     plan = validate_document(recipe_yaml.parse_document(text, name=str(path)), Plan)
     if problems := [f"{path}: {problem}" for problem in _find_plan_problems(plan)]:
@@ -221,7 +221,8 @@ def check_plan_recipes(
     """Check every recipe that a plan trains, with all overrides, before the first run starts.
 
     Args:
-        extra_overrides, sources: see `load_entry_recipe`; a recipe must use each of the sources.
+        extra_overrides, sources: see `load_entry_recipe`; every key of `sources` must be the data
+            source of a recipe.
     Raises: RecipeError with one line per problem.
     """
     problems, used_sources = [], set()
@@ -257,11 +258,11 @@ def load_entry_recipe(
     """Load the recipe of one run of an entry.
 
     Args:
-        entry: of the plan in `path`.
-        path: of the plan's file.
-        overrides: of this run.
-        extra_overrides: of every run.
-        sources: data sources, and the copy to read instead of each.
+        entry: an entry of the plan in `path`.
+        path: path of the plan.yaml.
+        overrides: overrides for this run.
+        extra_overrides: overrides for every run of the plan.
+        sources: maps a data source to the copy of the data to read instead.
     """
     settings = [*entry.overrides, *extra_overrides, *overrides]
     recipe = load_recipe(path.parent / entry.recipe, settings)
@@ -273,14 +274,14 @@ def load_entry_recipe(
 
 
 def use_source_of_run(recipe: Recipe, run: Recipe) -> Recipe:
-    """Return the recipe with the data source and note of one of its runs, which may read a copy."""
+    """Return the recipe with the data source and note of a run, which may read a copied source."""
     data = recipe.data.model_copy(update={"source": run.data.source})
     note = recipe.run.model_copy(update={"note": run.run.note})
     return recipe.model_copy(update={"data": data, "run": note})
 
 
 def to_smoke_plan(plan: Plan) -> Plan:
-    """Return the plan for a smoke test: its overrides, two seeds, and two values per grid key."""
+    """Return the plan with its `smoke` overrides, and at most two seeds and values per grid key."""
     runs = []
     for entry in plan.runs:
         changes: dict[str, Any] = {"seeds": entry.seeds[:_NUM_SMOKE_VALUES]}
@@ -332,6 +333,6 @@ def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
 
 
 def _format_override_value(value: Any) -> str:
-    """Format a value as in an override."""
+    """Format a value as the text after `=` in an override."""
     plain = isinstance(value, str) and recipe_yaml.parse_value(value) == value
     return value if plain else json.dumps(value)

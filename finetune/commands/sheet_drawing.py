@@ -1,4 +1,4 @@
-"""Fonts, text and thumbnails of contact sheets."""
+"""Draw the parts of contact sheets: text in suitable fonts, thumbnails and cards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "wrap_text",
 ]
 
-THUMBNAIL_PIXELS = 192  # the largest side of a thumbnail: 6 x 32, 4 x 48, 3 x 64
+THUMBNAIL_PIXELS = 192  # longer side of a thumbnail; a multiple of 32, 48 and 64
 PAGE_COLOR = "#f4f4f5"
 CARD_COLOR, CARD_BORDER_COLOR = "#ffffff", "#dcdce0"
 IMAGE_BACKGROUND = "#f7f7f8"
@@ -44,10 +44,10 @@ Font = ImageFont.FreeTypeFont
 
 @dataclass
 class FontSet:
-    """Matplotlib's font, with system fonts as a fallback for the characters that it lacks.
+    """Matplotlib's default font, with system fonts as a fallback for characters it lacks.
 
     Args:
-        texts: all texts that will be drawn.
+        texts: all texts to draw; they determine which fallback fonts are loaded.
     """
 
     texts: Iterable[str]
@@ -64,7 +64,7 @@ class FontSet:
             self._fallback_fonts = _find_fallback_fonts(missing)
 
     def at_size(self, pixels: int, *, bold: bool = False) -> Callable[[str], Font]:
-        """Return a function from a text to the font to draw it with."""
+        """Return a function that maps a text to the font to draw it with."""
 
         def font_for(text: str) -> Font:
             path = _default_font_path(bold=bold)
@@ -93,7 +93,7 @@ def _supported_characters(path: str) -> set[int]:
 
 
 def _find_fallback_fonts(missing: set[int]) -> list[tuple[str, set[int]]]:
-    """Return the system fonts that have some of these characters, each with those characters."""
+    """Return the system fonts that have some of the missing characters, and which they have."""
     from matplotlib.font_manager import findSystemFonts
 
     fonts = []
@@ -109,7 +109,7 @@ def _find_fallback_fonts(missing: set[int]) -> list[tuple[str, set[int]]]:
 
 
 def truncate_middle(text: str, font: Callable[[str], Font], width: float) -> str:
-    """Shorten a text that is too wide in its middle, so that a file keeps its suffix."""
+    """Cut out the middle of a text that is too wide, so that a file name keeps its suffix."""
     if len(text) > 400:
         text = text[:200] + _ELLIPSIS + text[-200:]
     if font(text).getlength(text) <= width:
@@ -148,8 +148,8 @@ def wrap_text(text: str, font: Callable[[str], Font], width: float, *, max_lines
 
 
 def make_thumbnail(pixels_HWC: np.ndarray, max_pixels: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """Return a copy with at most `max_pixels` a side that does not reference the original."""
-    # subsample first: each thread would otherwise copy up to 48 megapixels
+    """Return a thumbnail of at most `max_pixels` a side, which shares no memory with the image."""
+    # stride first; otherwise each thread would copy up to 48 megapixels
     step = max(1, max(pixels_HWC.shape[:2]) // (4 * max_pixels))
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC[::step, ::step]))
     image.thumbnail((max_pixels, max_pixels), Image.Resampling.LANCZOS)
@@ -164,7 +164,7 @@ def upscale_by_integer(image: Image.Image, max_pixels: int = THUMBNAIL_PIXELS) -
 
 
 def draw_empty_card(width: int, height: int) -> Image.Image:
-    """Draw an empty card; it is drawn at 4x and reduced to get smooth round corners."""
+    """Draw an empty card, at 4x resolution and scaled down, to get smooth round corners."""
     scale = 4
     large = Image.new("RGB", (width * scale, height * scale), PAGE_COLOR)
     frame = (0, 0, width * scale - 1, height * scale - 1)
@@ -175,7 +175,9 @@ def draw_empty_card(width: int, height: int) -> Image.Image:
 def save_sheet(image: Image.Image, path: Path, *, option: str) -> None:
     """Write a sheet atomically, as PNG for the suffix .png and as JPEG otherwise.
 
-    Raises: SetupError that names the option if the file cannot be written.
+    Args:
+        option: the command-line option of `path`, for error messages.
+    Raises: SetupError if the file cannot be written.
     """
     image_format = "PNG" if path.suffix.lower() == ".png" else "JPEG"
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Visualize a network: attention rollout, attention distances, filters, position embeddings."""
+"""`finetune show`: draw attention rollout and distances, patch filters, position embeddings."""
 
 # B batch, C channels, H W pixels, h w patches
 
@@ -61,21 +61,22 @@ _DIVERGING_COLORMAP = LinearSegmentedColormap.from_list(
         (1.0, "#0b2f5c"),
     ],
 )
-_MIN_BRIGHTNESS = 0.12  # brightness of image parts without attention
+_MIN_BRIGHTNESS = 0.12  # brightness of the least attended patch
 
 
 def show_model(
     model: str | Path, images: Sequence[str | Path] = (), *, out: str | Path
 ) -> dict[str, Any]:
-    """Draw all figures that this network supports, one PNG each.
+    """Draw each figure that the network supports into a PNG file.
 
     Args:
         model: run directory, model folder, `hf-hub:owner/name@revision` or timm name.
-        images: files, folders and patterns; the first 12 images are used. Without images, only the
-            figures of the weights are drawn.
+        images: files, folders and glob patterns; the first 12 images are used. Without images,
+            only the filters and position embeddings are drawn.
         out: folder for filters.png, positions.png, rollout.png and distances.png.
-    Returns: {"files": the written files, "skipped": figure name to reason, "images"}.
-    Raises: WeightsError if the network supports none of these figures; DataError for an unreadable
+    Returns: a dict with keys "files" (the written files), "skipped" (the reason by figure name) and
+        "images" (the images used).
+    Raises: WeightsError if the network supports none of the figures; DataError for an unreadable
         image; SetupError if the folder cannot be written.
     """
     built = build_model(str(model))
@@ -118,9 +119,9 @@ def read_images(images: Sequence[str | Path], pipeline: Pipeline) -> tuple[list[
     """Read and preprocess the first 12 images.
 
     Args:
-        images: files, folders and patterns.
-        pipeline: of the network, see `build_pipeline`.
-    Returns: their paths, and (B, C, H, W) on the CPU.
+        images: files, folders and glob patterns.
+        pipeline: the evaluation transforms of the network.
+    Returns: the paths of the images, and a tensor (B, C, H, W) on the CPU.
     Raises: DataError for an unreadable image.
     """
     files = find_images(images)[:MAX_IMAGES] if images else []
@@ -148,11 +149,11 @@ def draw_attention_rollout(
     Brightness is the square root of the rollout.
 
     Args:
-        network: in evaluation mode.
+        network: the network, in evaluation mode.
         images_BCHW: the network's input.
-        pixels_BHWC: the same images in [0, 1].
+        pixels_BHWC: the same images in [0, 1], to draw.
         names: titles of the images.
-    Raises: WeightsError for a network without attention between all patches.
+    Raises: WeightsError for a network without global attention between all patches.
     Source: Abnar and Zuidema 2020; ViT paper, figure 6.
     """
     rollout = attention_rollout(network, images_BCHW)
@@ -203,9 +204,9 @@ def draw_patch_filters(network: Any, *, num_components: int = 28) -> Figure:
     """Draw the principal components of the patch embedding filters.
 
     Args:
-        network: with a first layer that reads RGB patches.
+        network: a network whose first layer reads RGB patches.
         num_components: number of components, the strongest first.
-    Raises: WeightsError for any other first layer.
+    Raises: WeightsError if the network has no such first layer.
     Source: ViT paper, figure 7 (left).
     """
     filters = patch_filters(network, num_components=num_components)
@@ -229,11 +230,11 @@ def draw_patch_filters(network: Any, *, num_components: int = 28) -> Figure:
 
 
 def draw_position_similarity(network: Any) -> Figure:
-    """Draw the similarity of each patch's position embedding to all others.
+    """Draw the cosine similarity of each patch's position embedding to all others.
 
     Args:
-        network: with a table of position embeddings on a grid.
-    Raises: WeightsError if the network has no such table.
+        network: a network with learned position embeddings on a grid.
+    Raises: WeightsError if the network has no such embeddings.
     Source: ViT paper, figure 7 (middle).
     """
     similarity = position_similarity(network)
@@ -271,9 +272,9 @@ def draw_attention_distances(network: Any, images_BCHW: Tensor) -> Figure:
     """Draw the mean attention distance of each head in each block.
 
     Args:
-        network: in evaluation mode.
+        network: the network, in evaluation mode.
         images_BCHW: the network's input.
-    Raises: WeightsError for a network without attention between all patches.
+    Raises: WeightsError for a network without global attention between all patches.
     Source: ViT paper, figure 7 (right).
     """
     distances = attention_distances(network, images_BCHW)

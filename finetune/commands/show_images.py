@@ -1,4 +1,4 @@
-"""Draw image sheets: a source's images by class, or training images as the network sees them."""
+"""`finetune show --images`: draw images by class, or training images after augmentation."""
 
 # H W pixels
 
@@ -40,14 +40,14 @@ from finetune.training.training_images import NUM_EPOCHS, augment_images, pick_o
 __all__ = ["ImageRow", "draw_image_rows", "show_source", "show_training"]
 
 SHEET_SUFFIXES = (".png", ".jpg", ".jpeg")
-_MAX_CLASSES, _IMAGES_PER_CLASS = 24, 8  # of a source sheet
-_NUM_TRAINING_IMAGES = 6  # training images of a sheet
-# pixels; _LABEL_WIDTH is the width of the row's name
+_MAX_CLASSES, _IMAGES_PER_CLASS = 24, 8  # for `show_source`
+_NUM_TRAINING_IMAGES = 6  # for `show_training`
+# in pixels; _LABEL_WIDTH is the width of the text to the left of each row
 _THUMBNAIL_PIXELS, _GAP, _PADDING, _MARGIN, _LABEL_WIDTH = 128, 8, 12, 32, 190
 
 
 class ImageRow(NamedTuple):
-    """A named row of images with a note; None stands for an unreadable image."""
+    """A row of images with a name and a note; None stands for an unreadable image."""
 
     name: str
     note: str
@@ -57,15 +57,15 @@ class ImageRow(NamedTuple):
 def show_source(
     source: str, out: str | Path, *, option: str = "--out", multilabel: bool = False
 ) -> Path:
-    """Draw evenly spaced images of each class of a source, with image counts.
+    """Draw some images of each class of a source, and the number of images per class.
 
     Args:
-        source: a source string as in `data.source`; its first split is shown, which is train if it
-            exists.
+        source: a source string as in `data.source`; the images come from train or, if there is no
+            train split, from the first split.
         out: a .png or .jpg file, written atomically.
-        option: the command-line option of `out`.
-        multilabel: the data is multi-label; an image appears in the row of each of its labels.
-    Returns: the file.
+        option: the command-line option of `out`, for error messages.
+        multilabel: True for multi-label data; an image appears in the row of each of its labels.
+    Returns: path of the file.
     Raises: DataError if the source cannot be opened; RecipeError or SetupError if the sheet cannot
         be written.
     """
@@ -107,19 +107,20 @@ def _rows_by_class(source: Source) -> list[ImageRow]:
 
 
 def _class_mask(split: Split, label: int) -> NDArray[np.bool_]:
-    """Return a mask (N,) of the images with a class."""
+    """Return a mask (N,) of the images that have the class index `label`."""
     return split.labels[:, label] == 1 if split.is_multilabel else split.labels == label
 
 
 def show_training(recipe: Recipe, out: str | Path) -> Path:
-    """Draw training images of a recipe before and after augmentation, in eight epochs.
+    """Draw training images of a recipe: decoded, augmented in eight epochs, and in evaluation.
 
-    The pixels are identical to those of training on this machine. Weights are not read.
+    The pixels are identical to those in training on this machine. Pretrained weights are not
+    loaded.
 
     Args:
-        recipe: checked and complete.
+        recipe: the recipe.
         out: a .png or .jpg file, written atomically.
-    Returns: the file.
+    Returns: path of the file.
     Raises: FinetuneError for unreadable data or a recipe that does not fit it.
     """
     path = check_output_file(out, option="--out", suffixes=SHEET_SUFFIXES)
@@ -128,7 +129,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
     recipe = recipe.model_copy(update={"model": model_section})
     setup = build_setup(recipe, device=device, show_progress=True)
     split = setup.source.splits["train"]
-    if recipe.data.unreadable == "quarantine":  # quarantine changes the indices of the images
+    if recipe.data.unreadable == "quarantine":  # excluded images shift the indices
         split = setup.build_loader(split, train=True).store.split
         setup = setup.with_num_samples(len(split), split.labels)
     try:
@@ -166,13 +167,13 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
 def draw_image_rows(
     rows: Sequence[ImageRow], *, title: str, facts: Sequence[str], column_titles: Sequence[str] = ()
 ) -> Image.Image:
-    """Draw rows of images.
+    """Draw rows of images onto one sheet.
 
     Args:
-        rows: at least one.
-        title: of the sheet.
-        facts: shown below the title.
-        column_titles: shown above the columns, if given.
+        rows: the rows, at least one.
+        title: title of the sheet.
+        facts: short texts to show below the title.
+        column_titles: titles of the columns, if any.
     Returns: an RGB image.
     """
     columns = max(max(len(row.images) for row in rows), 4)
@@ -226,7 +227,7 @@ def _paste_image(
     x: int,
     y: int,
 ) -> None:
-    """Paste an image into the center of its square."""
+    """Draw an image, or a cross for None, into the square with its top left corner at (x, y)."""
     frame = (x, y, x + _THUMBNAIL_PIXELS - 1, y + _THUMBNAIL_PIXELS - 1)
     draw.rectangle(frame, fill=IMAGE_BACKGROUND)
     if thumbnail is None:

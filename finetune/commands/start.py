@@ -3,9 +3,9 @@
 The values depend on the images, on the weights available on this machine, and on its speed; nothing
 is downloaded. `finetune train SOURCE` creates the recipe and trains it.
 
-Two strategies are compared: full fine-tuning of the best weights that can be trained within the
-time budget, and training only the head of the best weights that are fast enough for that. If it is
-unclear which one is better, a short trial decides.
+Two strategies are compared: full fine-tuning of the best weights that fit the time budget, and
+training only the head, on cached features, of the best weights whose features fit the budget. If it
+is unclear which strategy is better, a short trial decides.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ __all__ = [
 
 _SECTIONS = ("model", "data", "optim", "run")
 _MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
-_BUDGET_SECONDS = 300.0  # of computing; a larger dataset or slower machine gets a cheaper strategy
+_BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MAX_TRIAL_TRAIN_IMAGES = (
     2000  # with more training images, full fine-tuning of the same weights wins without a trial
 )
-_TRIAL_IMAGE_BUDGET, _MAX_TRIAL_EPOCHS = 6000, 15  # total images of a trial, and its most epochs
+_TRIAL_IMAGE_BUDGET, _MAX_TRIAL_EPOCHS = 6000, 15  # images over all epochs of a trial, max epochs
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
-_HEAD_LR = 3e-3  # for a new head on features
+_HEAD_LR = 3e-3  # learning rate for a new head on frozen features
 _RANGE_TEST_DIVISOR = 20  # an LR range test takes at most 1/20 of the run's steps
-_RANGE_TEST_STEPS = (16, 100)  # fewer steps are too noisy, more add nothing
+_RANGE_TEST_STEPS = (16, 100)  # min: fewer steps are too noisy; max: more add nothing
 
 
 class RecipeEntry(NamedTuple):
-    """A recipe key with its value and reason."""
+    """A recipe key with its value and the reason for the value."""
 
     key: str
     value: Any
@@ -81,12 +81,13 @@ class RecipeEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class StartResult:
-    """A created recipe.
+    """The recipe that `start` creates.
 
     Attributes:
-        recipe: ready for `train`.
-        yaml_text: its YAML, with reasons as comments.
-        lr_range: the LR range test behind the learning rate, if the run is long enough for one.
+        recipe: the recipe, ready for `train`.
+        yaml_text: the recipe as YAML, with reasons as comments.
+        lr_range: the LR range test that chose the learning rate; None if it was skipped because
+            the run is too short or the user set optim.lr.
     """
 
     recipe: Recipe
@@ -96,7 +97,7 @@ class StartResult:
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Statistics of a dataset that determine the recipe.
+    """Statistics of a dataset from which the recipe is chosen.
 
     Attributes:
         split_sizes: number of images by split.
@@ -112,7 +113,7 @@ class DatasetStats:
 
 
 class WeightsCandidate(NamedTuple):
-    """Weights on this machine, with an image size in pixels and a suitable learning rate."""
+    """Weights on this machine, with an image size in pixels and a learning rate for them."""
 
     name: str
     image_size: int
@@ -124,8 +125,8 @@ class Strategy(NamedTuple):
     """Weights, and whether to train all of them or only the head.
 
     Attributes:
-        frozen: the backbone is frozen and only the head is trained, on features.
-        seconds_per_image: in a training step, or in a forward pass if frozen.
+        frozen: True to freeze the backbone and train only the head, on cached features.
+        seconds_per_image: time of a training step per image; of a forward pass if frozen.
     """
 
     candidate: WeightsCandidate
@@ -143,7 +144,7 @@ def start(source: str, *, overrides: Iterable[str] = ()) -> StartResult:
 
     Args:
         source: a folder, or a source string as in `data.source`.
-        overrides: each `section.key=value`; they take precedence over chosen values.
+        overrides: overrides by the user, each `section.key=value`; they win over chosen values.
     Raises: RecipeError for invalid overrides, before any image is read; DataError if the images
         cannot be used for training.
     """
@@ -169,7 +170,7 @@ def start(source: str, *, overrides: Iterable[str] = ()) -> StartResult:
 def open_new_run(out: str | Path) -> Iterator[RunDir]:
     """Open and lock a new run directory.
 
-    Raises: SetupError if the folder cannot be used, is in use, or already contains a run.
+    Raises: SetupError if the folder is not writable, is in use, or already contains a run.
     """
     with contextlib.closing(RunDir(out)) as run:
         run.open()
@@ -178,7 +179,7 @@ def open_new_run(out: str | Path) -> Iterator[RunDir]:
 
 
 def write_start_files(result: StartResult, out: str | Path) -> None:
-    """Write the recipe and the LR range test into a new run directory."""
+    """Write start.yaml and, with an LR range test, lr_range.json into a new run directory."""
     with open_new_run(out) as run:
         write_atomically(run.path / "start.yaml", result.yaml_text)
         curve_path = run.path / "lr_range.json"
@@ -190,7 +191,14 @@ def write_start_files(result: StartResult, out: str | Path) -> None:
 
 @dataclass(frozen=True)
 class _RecipeBuilder:
-    """Builds the recipe of a strategy; `requested` are the user's values by key, which win."""
+    """Builds the recipe for a strategy.
+
+    Attributes:
+        source: the data.
+        stats: statistics of the data.
+        requested: the user's values by key, such as "optim.lr"; they win over chosen values.
+        other_overrides: the user's overrides of other forms, applied last.
+    """
 
     source: Source
     stats: DatasetStats
@@ -203,9 +211,9 @@ class _RecipeBuilder:
         """Build the recipe's YAML and parse it.
 
         Args:
-            reason: of the strategy.
-            lr: the learning rate; None uses the rule of thumb.
-            changes: values for a trial, as `section__key`.
+            reason: why this strategy was chosen.
+            lr: the learning rate; None uses `strategy.lr`.
+            changes: further values for a trial run, by `section__key`; they win over `requested`.
         """
         name, (candidate, frozen, _), stats = self.source.name, strategy, self.stats
         requested = {
@@ -245,7 +253,7 @@ class _RecipeBuilder:
 
 
 def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tuple[Strategy, str]:
-    """Choose one of the strategies. Returns: it, and the reason."""
+    """Choose a strategy, if needed by training both for a trial. Returns: it, and the reason."""
     num_train, freeze = builder.stats.num_train, builder.requested.get("model.freeze")
     if freeze is not None:
         frozen = freeze == "backbone"
@@ -276,7 +284,7 @@ def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tup
         f"a trial of {pluralize(epochs, 'epoch')}: val {metric} {frozen_score:.3f} with the "
         f"backbone of {head_only.candidate.name} frozen, "
     )
-    # on few images a lead may be chance, and a head on features overfits less
+    # require one standard error more: a lead may be chance, and a head overfits less
     score_to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / num_val_images)
     if score_to_beat >= 1:
         return head_only, f"{reason}which leaves nothing to gain"
@@ -286,10 +294,10 @@ def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tup
 
 
 def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: str) -> StartResult:
-    """Build the recipe with the learning rate of an LR range test, or the reason for skipping it.
+    """Build the recipe with the learning rate of an LR range test, if the run is long enough.
 
-    The learning rate is a tenth of the one with the lowest loss, limited to a factor of three
-    around the rule of thumb, because a test with so few steps is unreliable.
+    The learning rate is a tenth of the one with the lowest loss. It is clamped to a factor
+    of three around the rule of thumb (`Strategy.lr`), because a test of few steps is unreliable.
     """
     min_steps, max_steps = _RANGE_TEST_STEPS
     result = builder.build_recipe(strategy, reason, model__compile=False)
@@ -305,7 +313,7 @@ def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: 
     )
     lr = float(f"{min(max(curve.lr_at_min_loss / 10, strategy.lr / 3), strategy.lr * 3):.1e}")
     lr_reason = (
-        f"a range test of {pluralize(steps, 'step')}: the loss was least at "
+        f"a range test of {pluralize(steps, 'step')}: the loss was lowest at "
         f"{curve.lr_at_min_loss:.1e}; a tenth of it, within a third and three times the rule of "
         f"thumb, {strategy.lr:g}"
     )
@@ -314,7 +322,7 @@ def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: 
 
 
 def _check_overrides(overrides: Iterable[str]) -> None:
-    """Raise for unknown keys and invalid values; conflicts are checked in the complete recipe."""
+    """Raise for unknown keys and invalid values; conflicts are checked in the full recipe."""
     try:
         parse_recipe(_MINIMAL_RECIPE, overrides=overrides)
     except RecipeError as error:
@@ -337,7 +345,7 @@ def _open_source(source: str, requested: Mapping[str, Any]) -> Source:
 
 
 def _split_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split overrides into values by key, which replace chosen ones, and all others."""
+    """Split overrides into values by key (`section.key=value`), and overrides of other forms."""
     requested: dict[str, Any] = {}
     other_overrides = []
     for override in overrides:
@@ -351,9 +359,9 @@ def _split_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str
 
 
 def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
-    """Count the images of a source and decode a sample of them.
+    """Count the images of a source, and decode a sample of them to get their sizes.
 
-    Raises: DataError if no image of the sample can be decoded.
+    Raises: DataError if no sampled image can be decoded.
     """
     split = source.splits["train"]
     sizes, unreadable = sample_image_sizes(split, _NUM_SAMPLED_IMAGES)
@@ -373,7 +381,7 @@ def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
 
 
 def _choose_val_fraction(source: Source) -> tuple[float, str]:
-    """Return the fraction of train to hold out for validation, and the reason."""
+    """Choose the fraction of train to hold out for validation. Returns: it, and the reason."""
     if "val" in source.splits:
         return 0.0, "the data has a val split"
     images = len(source.splits["train"])
@@ -382,14 +390,14 @@ def _choose_val_fraction(source: Source) -> tuple[float, str]:
 
 
 def _format_class_counts(source: Source, stats: DatasetStats) -> str:
-    """Format the number of classes, and their fewest and most images."""
+    """Format the number of classes, and the classes with the fewest and most images."""
     extremes = stats.images_per_class.argmin(), stats.images_per_class.argmax()
     fewest, most = (f"{stats.images_per_class[k]} ({source.class_names[k]})" for k in extremes)
     return f"{len(source.class_names)} classes, images from {fewest} to {most}"
 
 
 def _list_candidates(median_side: int, device: torch.device) -> Iterator[WeightsCandidate]:
-    """Yield weights on this machine, the most promising for images of this size first."""
+    """Yield the weights on this machine, the most promising ones for images of this size first."""
     are_photos = median_side > 64
     if are_photos:
         yield from _cached_timm_candidates(device)
@@ -403,7 +411,7 @@ def _list_candidates(median_side: int, device: torch.device) -> Iterator[Weights
 
 
 def _cached_timm_candidates(device: torch.device) -> list[WeightsCandidate]:
-    """Return timm models in the hub cache, largest first on a GPU, smallest first on a CPU."""
+    """Return the timm models in the Hub cache, largest first on a GPU, smallest first on a CPU."""
     import timm
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
@@ -428,17 +436,17 @@ def _cached_timm_candidates(device: torch.device) -> list[WeightsCandidate]:
 
 
 def _pretrained_image_size(name: str) -> int:
-    """Return the image size in pixels that weights were trained at. Raises: as `build_model`."""
+    """Return the image size in pixels of pretrained weights. Raises: same as `build_model`."""
     return build_model(name, pretrained=False).preprocessing.image_size[0]
 
 
 def _feasible_strategies(
     stats: DatasetStats, device: torch.device, requested: Mapping[str, Any]
 ) -> list[Strategy]:
-    """Return the best head-only strategy, and the best full fine-tuning if it fits the budget.
+    """Return the best head-only strategy and, if any fits the budget, the best full fine-tuning.
 
     Args:
-        requested: model.name and model.image_size replace those of all candidates.
+        requested: the user's values; model.name and model.image_size replace the candidates' own.
     """
     candidates = list(_list_candidates(stats.median_side, device))
     if (name := requested.get("model.name")) is not None:
@@ -470,8 +478,8 @@ def _time_candidate(
 ) -> tuple[float, float]:
     """Measure the seconds per image of a forward pass and of a training step.
 
-    On a CPU, measure the CPU time of one thread: next to other work, several threads wait for each
-    other and burn CPU time while waiting.
+    On a CPU, measure the CPU time of a single thread and extrapolate to all threads: on a busy
+    machine, several threads would spend CPU time waiting for each other.
     """
     batch_size = 16 if device.type == "cpu" else 128
     built = build_model(candidate.name, num_classes=num_classes, image_size=candidate.image_size)
@@ -487,12 +495,12 @@ def _time_candidate(
         if device.type == "cuda":
             torch.cuda.synchronize()
             return time.perf_counter()
-        return time.process_time() / threads**0.75  # approximate speedup by more threads
+        return time.process_time() / threads**0.75  # approximate speedup with more threads
 
     def timed(work: Callable[[], Any]) -> float:
         work()  # warm-up: selects kernels and allocates memory
         times = []
-        for _ in range(3):  # take the minimum, because other work only adds time
+        for _ in range(3):  # take the minimum: other work on the machine only adds time
             began = clock()
             work()
             times.append(clock() - began)
@@ -522,14 +530,14 @@ def _choose_epochs(num_images: int) -> int:
 
 
 def _choose_batch_size(num_images: int) -> int:
-    """Choose the batch size: small for small datasets, which need steps more than low noise."""
+    """Choose the batch size: small for small datasets, which need more steps."""
     return 16 if num_images < 200 else 32 if num_images < 5000 else 128
 
 
 def _choose_train_pipeline(image_size: int, median_side: int, *, frozen: bool) -> RecipeEntry:
     """Choose the training transforms.
 
-    Without flips, because they change the meaning of digits, letters and signs.
+    Flips are never chosen, because they change the meaning of digits, letters and signs.
     """
     if frozen:
         return RecipeEntry("train", "resize", "no augmentation: features are computed once")
@@ -540,7 +548,7 @@ def _choose_train_pipeline(image_size: int, median_side: int, *, frozen: bool) -
 
 
 def _choose_best_metric(requested: Mapping[str, Any]) -> RecipeEntry:
-    """Choose which weights to keep: the last ones, unless early stopping (patience) is on."""
+    """Choose which weights to keep: the last ones, or the best ones if run.patience is set."""
     if requested.get("run.patience") is None:
         return RecipeEntry("best", "last", "few validation images would select by chance")
     return RecipeEntry("best", "val.loss", "the metric for patience; less noisy than accuracy")
@@ -549,7 +557,7 @@ def _choose_best_metric(requested: Mapping[str, Any]) -> RecipeEntry:
 def _choose_optim(
     lr: RecipeEntry, num_images: int, batch_size: int, requested: Mapping[str, Any], *, frozen: bool
 ) -> list[RecipeEntry]:
-    """Choose the optimizer settings; requested epochs or steps determine the warmup."""
+    """Choose the optimizer settings; the warmup depends on the user's epochs or steps, if any."""
     default_epochs = _MAX_EPOCHS if frozen and num_images <= 50_000 else _choose_epochs(num_images)
     epochs = requested.get("optim.epochs") or default_epochs
     steps = requested.get("optim.steps") or max(1, round(epochs * num_images / batch_size))
@@ -571,7 +579,7 @@ def _choose_optim(
 
 
 def _train_and_score(recipe: Recipe) -> tuple[float, int]:
-    """Train a recipe in a temporary folder. Returns: val top-1 or mAP, and the number of images."""
+    """Train in a temporary folder. Returns: val top-1 or mAP, and the number of val images."""
     from finetune.training.train import train
 
     with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
@@ -586,7 +594,7 @@ def _train_and_score(recipe: Recipe) -> tuple[float, int]:
 def _format_yaml(
     name: str, sections: dict[str, list[RecipeEntry]], requested: Mapping[str, Any]
 ) -> str:
-    """Format the recipe as YAML, with reasons as comments; requested values win."""
+    """Format the recipe as YAML, with reasons as comments; requested values replace chosen ones."""
     requested = dict(requested)
     lines = [f"# created for {printable_path(name)}"]
     for section, choices in sections.items():

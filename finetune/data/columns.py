@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from finetune.errors import DataError, did_you_mean
 
-__all__ = ["declared_class_names", "find_columns", "int64_to_numpy"]
+__all__ = ["declared_class_names", "find_columns", "int64_array", "int64_to_numpy"]
 
 _IMAGE_COLUMN_NAMES = ("image", "img")
 _LABEL_COLUMN_NAMES = ("label", "labels", "fine_label")
@@ -121,3 +121,9 @@ def declared_class_names(schema: pa.Schema, label: str) -> list[str] | None:
 def int64_to_numpy(array: pa.Array) -> np.ndarray:
     """Convert integers without nulls to int64; `pa.Array.to_numpy` would import pandas."""
     return np.from_dlpack(array).astype(np.int64)
+
+
+def int64_array(numbers: Sequence[int | str]) -> pa.Array:
+    """Return an int64 Arrow array; `pa.array` of a NumPy array would import pandas."""
+    buffer = pa.py_buffer(np.array(numbers, dtype=np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, buffer])

@@ -230,7 +230,7 @@ def _decode_pil_image(
 def _check_tiff_tiles(image: Image.Image, max_pixels: int) -> None:
     """Reject a TIFF whose tiles exceed the pixel limit: libtiff unpacks whole tiles.
 
-    This parses the tags itself, because of duplicate tags libtiff uses the first and PIL the last.
+    Parses the tags without PIL, because PIL uses the last of duplicate tags and libtiff the first.
 
     Raises: DataError, also if a tile size has a type that TIFF 6.0 does not allow.
     """

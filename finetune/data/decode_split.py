@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 TIMEOUT_SECONDS = 900.0
-# Maximum images per task: sending a task to a worker costs as much as decoding a small image.
+# Maximum images per task: sending a task costs about as much as decoding a small image.
 _MAX_CHUNK_IMAGES = 128
 # Maximum decoded bytes per task: a large image is its own task, so that the progress bar moves.
 _MAX_CHUNK_BYTES = 2**21

@@ -15,7 +15,7 @@ from finetune.formatting import pluralize
 __all__ = ["find_train_leakage"]
 
 
-# Limit for the files to hash, those of equal size: large datasets have many of these by chance.
+# Limit for hashing files of equal size: large datasets have many of them by chance.
 _MAX_COMPARED_BYTES = 2**28
 
 

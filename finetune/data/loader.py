@@ -95,7 +95,7 @@ class ImageLoader:
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield for each step the number of micro-batches, and an iterator over them.
 
-        Closing the generator ends the workers, once the caller has dropped the iterators.
+        Closing the generator ends the workers, once no iterator over micro-batches is referenced.
 
         Args:
             steps: the remaining steps of the run.

@@ -274,7 +274,7 @@ def _cache_key(split: Split, unreadable: str) -> str:
 
 
 def _wait_for_first_rank(folder: CacheFolder, key: str) -> None:
-    """On other ranks, wait until local rank 0, which shows the progress bar, starts decoding."""
+    """Let local rank 0, which shows the progress bar, start first; others wait up to 3 seconds."""
     if not is_local_main_process():
         deadline = time.monotonic() + _HEAD_START_SECONDS
         while time.monotonic() < deadline and not folder.has_file(key):

@@ -71,7 +71,7 @@ class PixelFileWriter:
     Args:
         storage: file descriptor, open for reading and writing, or shared memory.
         num_images: N, the maximum number of images.
-        expected_size: (H, W) of most or all images; None if their sizes differ.
+        expected_size: (H, W) of all images of a sample; None if the sample has several sizes.
         num_bytes: expected size of all images. Allocated on the disk immediately, so that a full
             disk raises an error before any image is decoded.
     Raises: OSError if the disk is full.
@@ -151,7 +151,7 @@ class PixelFileWriter:
         end = int(self._append_offset[0])
         if self._expected_size and self._expected_size == _common_size(rows):
             for position, index in enumerate(indices_M.tolist()):
-                if position != index:  # images only move forward, over moved ones
+                if position != index:  # to the front and in order: overwrites only moved images
                     body = _read_exactly(self._storage, self._slot_bytes, index * self._slot_bytes)
                     _write_all(self._storage, memoryview(body), position * self._slot_bytes)
             rows["offset"] = np.arange(len(rows)) * self._slot_bytes

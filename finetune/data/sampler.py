@@ -52,7 +52,7 @@ class DistributedBatchSampler:
     )
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the image indices of an epoch: each once, or drawn by class. (num_samples,)."""
+        """Return the image indices of an epoch, (num_samples,): each once, or drawn by class."""
         return self._epoch_draws(epoch) % self.num_samples
 
     def _epoch_draws(self, epoch: int) -> NDArray[np.int64]:

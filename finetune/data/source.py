@@ -109,8 +109,8 @@ class Split:
         """Cache key of the split: a SHA-256 that changes whenever an image may have changed.
 
         It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint
-        and the stat signatures of local shards. If a server sends no ETag, it is random, different
-        in each process.
+        and the stat signatures of local shards. If a server sends no ETag, or if a local shard was
+        just written, it is random, different in each process.
         """
         return self._compute_cache_key()
 

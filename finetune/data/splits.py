@@ -194,7 +194,7 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
     """Split a stratified validation set off the training split, unless the source has one.
 
     Each training image gets one raw 64-bit number from PCG64(seed), which is the same in all NumPy
-    versions, unlike its shuffles. In each class, the images with the smallest numbers move to
+    versions, unlike NumPy's shuffles. In each class, the images with the smallest numbers move to
     validation: round-half-up(val_fraction * images), at least 1, but never the last training image.
 
     Multi-label: processes the classes from the rarest to the most common. Each class moves as many

@@ -15,7 +15,7 @@ __all__ = ["UNSETTLED", "IntArray", "are_settled", "stat_signatures"]
 IntArray: TypeAlias = NDArray[np.int64]
 
 _SETTLED_NS = 2 * 10**9
-UNSETTLED = -1  # replaces the device number if a later change could leave the signature equal
+UNSETTLED = -1  # replaces the device number of a file whose next change may not show
 
 
 def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> IntArray:
@@ -45,5 +45,5 @@ def _stat_signature(
 
 
 def are_settled(signatures_F5: IntArray) -> bool:
-    """True if files with equal signatures later need not be read again; False for no files."""
+    """True if files that keep these signatures need not be read again; False for no files."""
     return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == UNSETTLED)

@@ -17,10 +17,10 @@ def summarize_source(source: Source) -> dict[str, Any]:
     """Summarize a dataset: classes, counts, and the image sizes of a sample.
 
     Returns: a JSON-serializable dict with the keys "name", "description", "class_names", "splits"
-        and, if a training class is rare, "imbalance", a sentence. "splits" has for each split a
-        dict with the numbers of images "images", "per_class" (K,), "without_label" (only if
+        and, if a training class is rare, "imbalance", a sentence. "splits" maps each split
+        to a dict with the image counts "images", "per_class" (K,), "without_label" (only if
         multi-label), "sampled" and "unreadable_in_sample"; and with "min_size" and "max_size",
-        which are [H, W], the minimum or maximum of each side in the sample, or None.
+        [H, W], the minimum and maximum of each side in the sample; None if no image is readable.
     """
     splits = {}
     for name, split in source.splits.items():

@@ -21,6 +21,7 @@ import pyarrow as pa
 from huggingface_hub import constants, is_offline_mode
 from numpy.typing import NDArray
 
+from finetune.data.columns import int64_array
 from finetune.data.decode import decode_image
 from finetune.data.encoded_images import binary_array
 from finetune.data.labels import encode_labels
@@ -132,12 +133,6 @@ def _collect_labels(split: str, shards: Sequence[TarIndex], *, multilabel: bool)
             int64_array([0, *itertools.accumulate(sizes)]), values
         )
     return pa.chunked_array([values])
-
-
-def int64_array(numbers: Sequence[int | str]) -> pa.Array:
-    """Return an int64 Arrow array; `pa.array` of a NumPy array would import pandas."""
-    buffer = pa.py_buffer(np.array(numbers, dtype=np.int64))
-    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, buffer])
 
 
 def _string_array(labels: Sequence[int | str]) -> pa.Array:

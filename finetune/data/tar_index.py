@@ -262,7 +262,7 @@ def _parse_index(file: ShardFile, raw: dict[str, Any]) -> TarIndex:
 def _read_shard_headers(
     file: ShardFile, image_suffix: str | None, label_field: str | None
 ) -> dict[str, Any]:
-    """Read the headers and labels of a shard. Returns: the `TarIndex` as a dict for JSON."""
+    """Read the headers and labels of a shard. Returns: a JSON-serializable `TarIndex`."""
     images: dict[str, tuple[int, int, str]] = {}
     labels: dict[str, RawLabel] = {}  # from their own members
     fields: dict[str, RawLabel | None] = {}  # from JSON

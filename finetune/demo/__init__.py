@@ -1,1 +1,1 @@
-"""The web page of `finetune demo`, and its export as a Space."""
+"""The web page of `finetune demo`, and its export as a Hugging Face Space."""

@@ -1,4 +1,4 @@
-"""The demo page: upload an image, classify it, and show what the model saw."""
+"""The Gradio page: upload an image, classify it, and show the model input and attention map."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BROWSER_IMAGE_SIGNATURES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b
 
 @dataclass(frozen=True)
 class PageContent:
-    """Texts and examples on the page, in addition to predictions.
+    """Content of the demo page besides predictions.
 
     Attributes:
         title: the model's name.
         facts: short facts about the model, below the title.
         notes: sentences in the footer.
-        examples: image files to try.
+        examples: files of the example images to try.
     """
 
     title: str
@@ -62,8 +62,8 @@ def build_app(classifier: Classifier, content: PageContent) -> Any:
 
     Args:
         classifier: the model.
-        content: texts and examples.
-    Returns: a `gradio.Blocks`; `run_server` launches it.
+        content: texts and example images.
+    Returns: a `gradio.Blocks`, to pass to `run_server`.
     """
     gr = import_gradio()
     handlers = _EventHandlers(gr, DemoPredictor(classifier), content.examples)
@@ -101,7 +101,7 @@ def build_app(classifier: Classifier, content: PageContent) -> Any:
 def _connect_events(
     gr: ModuleType, handlers: _EventHandlers, picture: Any, examples: Any, output: Any
 ) -> None:
-    """Connect events to handlers, without preprocessing: Gradio would rotate and re-encode."""
+    """Connect events to handlers, without Gradio's preprocessing, which re-encodes images."""
     event_options = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
     private = {"api_visibility": "private"}
     image_and_output, upload_options = (
@@ -109,7 +109,7 @@ def _connect_events(
         {"show_progress_on": output, **event_options, **private},
     )
     gr.on(picture.upload, handlers.on_upload, picture, image_and_output, **upload_options)
-    # without inputs: at this moment the component still holds the old image
+    # without inputs, because the component still has the old image at this moment
     gr.on(picture.clear, lambda: page.EMPTY_RESULT, None, output, **private)
     if examples is not None:
         gr.on(examples.click, handlers.on_example_click, examples, image_and_output, **private)
@@ -118,7 +118,7 @@ def _connect_events(
 
 
 class _EventHandlers:
-    """Event handlers of the page and of the API."""
+    """Handlers of the page's events and of the API endpoint."""
 
     def __init__(self, gr: ModuleType, predictor: DemoPredictor, examples: Sequence[Path]) -> None:
         self._gr = gr
@@ -126,7 +126,7 @@ class _EventHandlers:
         self._examples = list(examples)
 
     def on_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
-        """Classify an upload. Returns: an update of the image component, and the result as HTML."""
+        """Classify an uploaded image. Returns: an update of the image component, and HTML."""
         path = (upload or {}).get("path")
         if path is None:
             return self._gr.update(), page.EMPTY_RESULT
@@ -136,7 +136,7 @@ class _EventHandlers:
             return None, page.render_error(str(error))
 
     def _preview(self, path: str) -> Any:
-        """Return pixels for an image that browsers cannot show; otherwise no update."""
+        """Return pixels for an image format that browsers cannot show, else no update."""
         with open(path, "rb") as file:
             header = file.read(12)
         if header.startswith(_BROWSER_IMAGE_SIGNATURES) or header[4:12] == b"ftypavif":
@@ -146,16 +146,16 @@ class _EventHandlers:
         return np.ascontiguousarray(pixels[::stride, ::stride])
 
     def on_example_click(self, index: int) -> tuple[str | None, str]:
-        """Classify an example that was clicked."""
+        """Classify the example image that was clicked. Returns: its path, and HTML."""
         if not 0 <= index < len(self._examples):
             return None, page.render_error(f"example {index} does not exist")
         path = self._examples[index]
         return str(path), page.render_result(self._predictor.predict(path))
 
     def on_api_call(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """Classify an upload for the API.
+        """Classify an uploaded image for the API.
 
-        Returns: [{"label", "confidence"}], for multi-label models with "threshold".
+        Returns: dicts with keys "label" and "confidence"; for multi-label models also "threshold".
         """
         path = (upload or {}).get("path")
         if path is None:
@@ -172,25 +172,25 @@ class _EventHandlers:
         return predictions
 
     def _api_error(self, message: str) -> Exception:
-        # escape: Gradio shows the message as HTML, and it may contain bytes of the file
+        # escape the message: Gradio shows it as HTML, and it may quote bytes of the file
         error: Exception = self._gr.Error(html.escape(message), print_exception=False)
         return error
 
 
 def input_types(app: Any) -> dict[int, list[str]]:
-    """Return the component types of the inputs, such as "image", of each function by its number."""
+    """Return the input component types, such as "image", of each function by its number."""
     type_by_id = {item["id"]: item["type"] for item in app.config["components"]}
     functions = app.config["dependencies"]
     return {item["id"]: [type_by_id[number] for number in item["inputs"]] for item in functions}
 
 
 def theme_options(gr: ModuleType) -> dict[str, Any]:
-    """Return Gradio's theme and our CSS; only system fonts, so no other host is contacted."""
+    """Return Gradio's theme and our CSS, with system fonts only: web fonts need other hosts."""
     theme = gr.themes.Base(
         primary_hue="orange",
         neutral_hue="stone",
         font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
     )
-    # not as css=: Gradio rewrites its selectors, and those inside @media stop working
+    # not `css=`: Gradio would rewrite the selectors, which breaks those inside @media
     return {"theme": theme, "head": f"<style>\n{page.stylesheet()}</style>"}

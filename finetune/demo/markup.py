@@ -1,4 +1,4 @@
-"""HTML of the demo page, and the heatmap over an image."""
+"""Render the HTML of the demo page, and the attention heatmap over an image."""
 
 # C channels, H W pixels
 
@@ -26,13 +26,13 @@ __all__ = [
     "stylesheet",
 ]
 
-# Dark violet, magenta, orange, pale yellow: the lightness rises evenly, so the order is visible
-# without color vision.
+# Dark violet, magenta, orange, pale yellow: lightness increases evenly, so the colormap can be read
+# with color blindness.
 _HEATMAP_COLORS = np.array([(24, 12, 60), (122, 28, 109), (237, 105, 37), (252, 246, 168)], float)
-_HEATMAP_OPACITY = (0.5, 0.78)  # low attention darkens the image, which stays visible
+_HEATMAP_OPACITY = (0.5, 0.78)  # for the lowest and the highest attention
 _HEATMAP_PIXELS = 384
 _NO_LABEL_TEXT = "No label reaches its threshold"
-_PIXELATED_BELOW_PIXELS = 160  # smaller model inputs are shown with visible pixels
+_PIXELATED_BELOW_PIXELS = 160  # smaller model inputs are enlarged without smoothing
 
 EMPTY_RESULT = (
     '<div class="ft-empty"><p class="ft-empty-head">What is in the picture?</p>'
@@ -41,7 +41,7 @@ EMPTY_RESULT = (
 
 
 def stylesheet() -> str:
-    """Return the style sheet of the page."""
+    """Return the CSS of the page."""
     return resources.files("finetune.demo").joinpath("style.css").read_text(encoding="utf-8")
 
 
@@ -50,7 +50,7 @@ def render_header(title: str, facts: Sequence[str]) -> str:
 
     Args:
         title: the model's name.
-        facts: short facts, such as "10 classes"; the warning about too few images is amber.
+        facts: short facts, such as "10 classes"; TOO_FEW_IMAGES_NOTE is styled as a warning.
     """
     warning = ' class="ft-warning"'
     items = "".join(
@@ -82,7 +82,7 @@ def render_error(message: str) -> str:
 
 
 def render_result(prediction: DemoPrediction) -> str:
-    """Render the classes with their confidences, and what the model saw."""
+    """Render the classes with their confidences, the model input and the attention heatmap."""
     list_class, labels_html = "ft-top", ""
     if prediction.thresholds is None:
         rows = "".join(map(_render_class, prediction.top))
@@ -134,7 +134,7 @@ def render_result(prediction: DemoPrediction) -> str:
 
 
 def _render_class(name_and_confidence: tuple[str, float], threshold: float | None = None) -> str:
-    """Render a class with its confidence bar and, for multi-label, a mark at its threshold."""
+    """Render a class with its confidence bar; for multi-label, with a mark at its threshold."""
     (name, confidence), class_attribute, threshold_mark, hidden_text = (
         name_and_confidence,
         "",
@@ -154,10 +154,10 @@ def _render_class(name_and_confidence: tuple[str, float], threshold: float | Non
 
 
 def render_heatmap(attention_HW: np.ndarray, image_size: tuple[int, int]) -> np.ndarray:
-    """Color a map of patches, interpolated smoothly, as an overlay for the image.
+    """Upsample an attention map smoothly and color it, as an overlay for the image.
 
     Args:
-        attention_HW: one value per patch, scaled from the minimum (dark) to the maximum (bright).
+        attention_HW: one value per patch; the minimum becomes dark and the maximum bright.
         image_size: (height, width) in pixels; only the aspect ratio matters.
     Returns: (H, W, 4) uint8, RGBA.
     """

@@ -1,7 +1,7 @@
 """ASGI middleware in front of Gradio that allows only the page, uploads and predictions.
 
-Gradio has routes that this page does not need (a proxy to any address, monitoring, histories,
-editing). An allowlist also blocks the routes that future versions add.
+Gradio has routes that the demo does not need, such as a proxy to arbitrary addresses, monitoring,
+histories and editing. An allowlist also blocks routes that future versions add.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ALLOWED_GET = re.compile(
 _ALLOWED_POST = re.compile(r"/gradio_api/(upload|queue/join|cancel|reset|call/predict)/?")
 _FILE_PATH = re.compile(r"(?:/gradio_api)?/file=(.*)", re.DOTALL)
 _MAX_BODY_BYTES = 2**16
-_FORM_OVERHEAD_BYTES = 2**16  # size of an upload form without its file
+_FORM_OVERHEAD_BYTES = 2**16  # size of the upload form besides the file
 _MAX_DRAINED_BYTES = 2**26
-_UPLOAD_TIMEOUT_SECONDS = 300.0  # 10 MB at 0.3 Mbit/s; the reserved space is released after this
+_UPLOAD_TIMEOUT_SECONDS = 300.0  # 10 MB at 0.3 Mbit/s; then the reserved space is released
 _LOOPBACK_HOST = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?", re.IGNORECASE)
 _IDENTIFIER = re.compile(r"[\w-]{0,100}", re.ASCII)
-# Only these fields and `data` of a request body are forwarded.
+# Of a request body, only these fields and `data` are forwarded.
 _BODY_FIELDS = {"session_hash": str, "event_id": str, "fn_index": int, "trigger_id": int}
 
 _COMMON_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-# With this policy, the browser blocks requests to other hosts, and framing by other pages.
+# With this Content-Security-Policy, the browser blocks requests to other hosts and framing.
 _PAGE_CSP = (
     b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
@@ -52,7 +52,7 @@ _UPLOAD_CSP = b"default-src 'none'; style-src 'unsafe-inline'; sandbox"
 
 
 class _RequestRefused(Exception):
-    """A status and a message for the client; with 429, the seconds until the next try."""
+    """Refuse a request with a status and a message; with 429, also the seconds to wait."""
 
     def __init__(self, status: int, reason: str, retry_seconds: int | None = None) -> None:
         super().__init__(reason)
@@ -65,14 +65,15 @@ class AllowlistMiddleware:
 
     Args:
         app: the wrapped application.
-        uploads: the only folder from which files are read or sent, with its limits.
-        max_upload_bytes: of one upload.
-        input_types: component types of the inputs of each function, by its number in Gradio:
-            "image" takes an upload, "dataset" the number of an example.
-        loopback_only: accept only requests to this machine's own names. Another name in a request
-            means that a foreign page points its name to this machine (DNS rebinding).
-        send_csp: forbid the page to contact other hosts and to be framed; a Space needs both.
-        trusted_origins: origins whose pages may also send requests, such as
+        uploads: the folder of uploads, with its limits; requests can read no other files.
+        max_upload_bytes: maximum size of an uploaded file.
+        input_types: input component types of each function, by its number in Gradio: "image" takes
+            an uploaded file, "dataset" the index of an example image.
+        loopback_only: accept only requests whose Host is a loopback name. Another Host may mean
+            that a foreign page resolves its own name to this machine (DNS rebinding).
+        send_csp: send the Content-Security-Policy, which forbids requests to other hosts and
+            framing by other pages; False for a Space, which needs both.
+        trusted_origins: further origins whose pages may send requests, such as
             "https://owner-name.hf.space".
     """
 
@@ -96,7 +97,7 @@ class AllowlistMiddleware:
         self._trusted_origins = trusted_origins
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle a request: forward it, or answer with a refusal."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -125,7 +126,7 @@ class AllowlistMiddleware:
         try:
             await self._forward(scope, receive_message, send_response)
         except _RequestRefused as refused:
-            # a client that still sends would not read the response: drain the body first
+            # drain the body first: a client that is still sending would not read the response
             remaining = 0 if refused.status == 408 else _MAX_DRAINED_BYTES
             while not body_complete and remaining > 0:
                 remaining -= len((await receive_message()).get("body", b""))
@@ -183,16 +184,16 @@ class AllowlistMiddleware:
                 raise _RequestRefused(
                     408, "the picture did not arrive in time; send it again"
                 ) from None
-            except TypeError:  # Gradio fails like this if `files` of a form is text
+            except TypeError:  # Gradio raises TypeError if the form field `files` is text
                 raise _RequestRefused(422, "the form holds no file") from None
 
     def _check_file(self, path: str) -> None:
-        # also check the decoded path: the application may decode it again
+        # check the decoded path too, because the application may decode it again
         if not all(self._uploads.contains(name) for name in (path, unquote(path))):
             raise _RequestRefused(403, "only uploaded pictures can be read")
 
     async def _validate_body(self, path: str, receive: Receive) -> Receive:
-        """Read and validate a JSON body; return a `receive` that yields the validated fields."""
+        """Read and validate a JSON body. Returns: a `receive` with only the valid fields."""
         body, has_more = b"", True
         while has_more:
             message = await receive()
@@ -219,7 +220,7 @@ class AllowlistMiddleware:
         return replay
 
     def _validate_fields(self, path: str, content: Any) -> dict[str, Any]:
-        """Return the fields of a body that Gradio needs, after checking their types."""
+        """Check the fields of a request body. Returns: the fields that Gradio needs."""
         if not isinstance(content, dict):
             raise _RequestRefused(422, "a request must be a JSON object")
         fields: dict[str, Any] = {}
@@ -272,14 +273,14 @@ class AllowlistMiddleware:
 
 
 def is_cross_origin(headers: Mapping[bytes, str]) -> bool:
-    """Return True if a browser sends this request for a page of another origin.
+    """Return True if a browser sends this request from a page of another origin.
 
-    Sec-Fetch-Site decides: current browsers send it to https and to loopback, also from within a
-    frame. Without it, the host of Origin must be the host of the request. Clients that are not
-    browsers send neither.
+    The header Sec-Fetch-Site decides: current browsers send it to https and loopback servers, also
+    from within a frame. Without it, the host in Origin must equal Host. Clients other than browsers
+    send neither header.
 
     Args:
-        headers: with names in lower case.
+        headers: the request headers, with lower-case names.
     Source: Go, net/http, CrossOriginProtection.
     """
     if site := headers.get(b"sec-fetch-site"):

@@ -1,4 +1,4 @@
-"""Title, facts and example images of a model for its demo page."""
+"""Collect the title, facts and example images of a model for its demo page."""
 
 # H W pixels
 
@@ -43,7 +43,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def local_model_folder(model: str) -> Path | None:
-    """Return the folder with a local model's config.json; None for hub and registry names."""
+    """Return the folder with a local model's config.json; None for Hub and registry names."""
     if is_hub_name(model):
         return None
     path = locate_weights(model)
@@ -51,7 +51,7 @@ def local_model_folder(model: str) -> Path | None:
 
 
 def model_title(model: str) -> str:
-    """Return a short name: of the repository, the run, or the model."""
+    """Return a short name: that of the Hub repository, the run folder, or the model."""
     if is_hub_name(model):
         return model.split(":", 1)[1].partition("@")[0]
     folder = local_model_folder(model)
@@ -64,8 +64,8 @@ def model_title(model: str) -> str:
 def summarize_model(model: str, classifier: Classifier) -> list[str]:
     """Return short facts: number of classes, input size, and the recorded accuracy or mAP.
 
-    The metric is of the test split or, without one, of validation. On few images it comes with its
-    95 % interval, and on too few with a warning.
+    The metric is that of test or, without a test split, of validation. For few images, an accuracy
+    has a 95 % interval; for too few, the metric also has a warning.
     """
     height, width = classifier.pipeline.image_size
     classes = pluralize(len(classifier.class_names), "class", "classes")
@@ -78,7 +78,7 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
     accuracy = metrics.get("top1", metrics.get("map"))
     if isinstance(accuracy, (int, float)) and 0 <= accuracy <= 1:
         num_images = metrics.get("examples")
-        num_images = num_images if isinstance(num_images, int) else 0  # not recorded
+        num_images = num_images if isinstance(num_images, int) else 0  # 0: not recorded
         count_text = f"{num_images:,}" if num_images else "the"
         if "top1" in metrics:
             interval = accuracy_interval(accuracy, num_images)
@@ -97,7 +97,7 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
 
 
 def _read_results(model: str) -> dict[str, Any] | None:
-    """Read results.json; None if the model has none."""
+    """Read the model's results.json; None if it does not exist."""
     for file in _result_files(model):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def _result_files(model: str) -> list[Path]:
     folder = local_model_folder(model)
     if folder is not None:
         candidates = [folder / "results.json"]
-        # the parent folder's file is only trusted in a run directory
+        # use the parent folder's results.json only if the parent is a run directory
         is_run = folder.name == "model" and (folder.parent / "run.json").is_file()
         return candidates + [folder.parent / "results.json"] * is_run
     if not is_hub_name(model):
@@ -121,16 +121,16 @@ def _result_files(model: str) -> list[Path]:
     try:
         return [download_hub_file(repository, "results.json", revision or None).path]
     except WeightsError:
-        return []  # most repositories have none
+        return []  # most Hub repositories have no results.json
 
 
 def copy_example_images(model: str, destination: Path) -> list[Path]:
     """Copy example images from the model's folder `examples`, else from the run's test data.
 
     Args:
-        model: as for `Classifier.load`.
+        model: see `Classifier.load`.
         destination: an existing folder for the copies.
-    Returns: up to six files in `destination`; empty if the model has no examples.
+    Returns: paths of up to six files in `destination`; empty if no examples are found.
     """
     folder = local_model_folder(model)
     if folder is None:
@@ -148,7 +148,7 @@ def copy_example_images(model: str, destination: Path) -> list[Path]:
 
 
 def _save_examples_from_data(model: str, destination: Path) -> list[Path]:
-    """Save one image each of some classes, from test or else validation, as PNG."""
+    """Save an image of each of some classes as PNG, from test or, without test, from val."""
     try:
         recipe = load_run_recipe(model)
         if recipe is None:
@@ -191,5 +191,5 @@ def _save_thumbnail(pixels_HWC: np.ndarray, file: Path) -> Path:
 
 
 def _slugify(name: str) -> str:
-    """Turn a class name into a part of a file name."""
+    """Turn a class name into text that is valid in a file name."""
     return re.sub(r"[^0-9A-Za-z]+", "-", name)[:40].strip("-") or "class"

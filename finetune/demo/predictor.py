@@ -1,4 +1,4 @@
-"""Classify one image, and return the model's input and its attention rollout."""
+"""Classify one image for the demo, with the model's input and attention rollout."""
 
 # C channels, H W pixels, h w the model's input size in pixels, K classes
 
@@ -27,9 +27,10 @@ class DemoPrediction:
 
     Attributes:
         top: class names with their confidences, the most probable first.
-        input_HWC: uint8 (h, w, 3), the model's input before normalization.
-        attention_HW: the attention rollout over the patches; None for a model without it.
-        thresholds: of the classes in `top` for a multi-label model; None for a single-label model.
+        input_HWC: the model's input before normalization, (h, w, 3), uint8.
+        attention_HW: attention rollout, one value per patch; None if the model has no global
+            attention.
+        thresholds: thresholds of the classes in `top`; None for a single-label model.
     """
 
     top: list[tuple[str, float]]
@@ -42,10 +43,11 @@ def decode_upload(path: str | Path, decode_size: int | None = None) -> np.ndarra
     """Decode an uploaded file as training does.
 
     Args:
-        path: of the file.
-        size: as for `decode`.
-    Returns: (H, W, 3) uint8.
-    Raises: DataError without the file name, which the server chose.
+        path: the file.
+        decode_size: see `decode_image`.
+    Returns: the pixels, (H, W, 3), uint8.
+    Raises: DataError if the file cannot be decoded; the message omits the name of the file,
+        because the server chose it.
     """
     try:
         return decode_image(path, decode_size=decode_size, name="file")
@@ -57,7 +59,7 @@ class DemoPredictor:
     """Classify images for the demo page; safe to call from several threads.
 
     Args:
-        classifier: its model and pipeline are used unchanged.
+        classifier: the model to use, with its pipeline.
     """
 
     def __init__(self, classifier: Classifier) -> None:
@@ -76,8 +78,8 @@ class DemoPredictor:
     def predict(self, path: str | Path) -> DemoPrediction:
         """Classify one file.
 
-        Raises: DataError, without the file name, if it is not a readable image; RecipeError if the
-            pipeline does not accept its size.
+        Raises: DataError if the file is not a readable image, see `decode_upload`; RecipeError if
+            the pipeline does not accept the size of the image.
         """
         device, size = self.classifier.device, self.classifier.pipeline.decode_size
         pixels_BCHW = hwc_to_chw(decode_upload(path, size))[None]
@@ -96,10 +98,10 @@ class DemoPredictor:
     def _top_classes(
         self, images_BCHW: torch.Tensor
     ) -> tuple[list[tuple[str, float]], list[float] | None]:
-        """Return the most likely classes and, for a multi-label model, all predicted labels."""
+        """Return `top` and `thresholds` of the prediction; `top` has every predicted label."""
         classifier = self.classifier
         confidences_K = classifier.confidences(classifier.network(images_BCHW))[0]
-        # the order of Classifier.predict: ties by class index
+        # same order as Classifier.predict: ties by class index
         sorted_K = confidences_K.sort(descending=True, stable=True)
         pairs = list(zip(sorted_K.values.tolist(), sorted_K.indices.tolist(), strict=True))
         selected, thresholds = pairs[:TOP_K], classifier.thresholds

@@ -28,7 +28,7 @@ MAX_UPLOAD_MB = 10
 _MAX_TOTAL_UPLOAD_MB = 200
 _MAX_UPLOADS_PER_MINUTE = 60
 _MAX_PORT = 65535
-# otherwise Gradio's environment variables could enable them
+# set explicitly, because Gradio's environment variables could enable these features
 _DISABLED_FEATURES = dict.fromkeys(
     ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
 )
@@ -48,13 +48,13 @@ def serve(
     """Serve the demo page of a model until it is interrupted.
 
     Args:
-        model: see `Classifier.load`.
-        host: address to listen on; only this machine reaches the default.
-        port: port to listen on; 0 takes a free one.
+        model: the model to load, see `Classifier.load`.
+        host: address to listen on; the default accepts connections only from this machine.
+        port: port to listen on; 0 uses any free port.
         share: also create a public link through Gradio's server.
-        device: None uses a GPU if available.
-    Returns: {"model", "url", "share_url"}, after the demo has ended.
-    Raises: SetupError without Gradio, or if listening or sharing fails.
+        device: the device to run on; None uses a GPU if available.
+    Returns: a dict with keys "model", "url" and "share_url", after the demo has ended.
+    Raises: SetupError if Gradio is not installed, or if listening or sharing fails.
     """
     import_gradio()
     port = _resolve_port(host, port)
@@ -83,12 +83,13 @@ def run_server(
     """Run the server, log its address, and stop it on Ctrl-C or SIGTERM.
 
     Args:
-        app: of `build_app`.
-        workspace: of `temporary_workspace`.
+        app: the app returned by `build_app`.
+        workspace: the folder created by `temporary_workspace`.
         host, port: where to listen; None uses Gradio's environment variables.
-        share: create a public link.
-        is_space: the server runs in a Space, whose address and frame belong to the hub.
-    Returns: its address.
+        share: also create a public link.
+        is_space: True if the server runs in a Space: the Hub then serves it under another address
+            and inside a frame.
+    Returns: URL of the server.
     Raises: SetupError if the public link cannot be created.
     """
     stop = threading.Event()
@@ -138,7 +139,7 @@ def run_server(
 
 
 def _build_middleware(app: Any, workspace: Path, *, loopback_only: bool, is_space: bool) -> Any:
-    """Build the middleware of a page, with the limits of its uploads."""
+    """Build the middleware for a page, with limits for uploads."""
     from starlette.middleware import Middleware
 
     space_host = os.environ.get("SPACE_HOST") if is_space else None
@@ -153,7 +154,7 @@ def _build_middleware(app: Any, workspace: Path, *, loopback_only: bool, is_spac
         input_types=input_types(app),
         loopback_only=loopback_only,
         send_csp=not is_space,
-        # the hub's proxy may send a different Host than the one in the browser
+        # the Hub's proxy may send another Host than the browser did
         trusted_origins=[f"https://{space_host}"] if space_host else [],
     )
 
@@ -171,9 +172,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _resolve_port(host: str, port: int) -> int:
-    """Check the address before loading the weights.
+    """Check that the port is free, which is faster than loading the weights first.
 
-    Returns: the port, or a free one for 0.
+    Returns: the port; for port 0, a free port.
+    Raises: SetupError if the server cannot listen there.
     """
     try:
         return _try_bind(host, port)
@@ -188,11 +190,11 @@ def _resolve_port(host: str, port: int) -> int:
         with contextlib.suppress(OSError):
             _try_bind(host, free_port)
             raise SetupError(
-                f"--port {port}: is taken by another program; try --port {free_port}",
+                f"--port {port}: this port is in use by another program; try --port {free_port}",
                 code="setup.in_use",
             )
     raise SetupError(
-        f"--port {port}: is taken by another program; choose another with --port",
+        f"--port {port}: this port is in use by another program; choose another with --port",
         code="setup.in_use",
     )
 

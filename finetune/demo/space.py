@@ -1,7 +1,7 @@
-"""Export the demo page as a folder that runs as a Space on the hub.
+"""Export the demo page as a folder that runs as a Space on the Hugging Face Hub.
 
-The folder contains a copy of this package: a package index may have another project of the same
-name, and the Space should use the code that exported it.
+The folder contains a copy of this package, because a package index may have another project of the
+same name, and because the Space should run the same version of the code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MARKER_FILE = "demo.json"
 _MADE_BY = "finetune demo --export-space"
 _EXPORTED_FILES = ("README.md", "app.py", "requirements.txt", ".gitattributes", _MARKER_FILE)
 _EXPORTED_FOLDERS = ("model", "examples", "finetune")
-# Packages that the copied package needs for inference.
+# Packages that inference needs; their installed versions go into requirements.txt.
 _REQUIRED_PACKAGES = (
     *("torch", "torchvision", "timm", "safetensors", "huggingface_hub", "numpy", "pillow"),
     *("simplejpeg", "pyarrow", "pydantic", "PyYAML", "tqdm", "click"),
@@ -61,23 +61,23 @@ _GIT_ATTRIBUTES = "*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 
 def export_space(model: str, folder: str | Path) -> dict[str, Any]:
-    """Write a folder to push to the hub as a Space, or to run with `python app.py`.
+    """Write a folder to push to the Hub as a Space, or to run with `python app.py`.
 
-    A hub model is referenced by its commit and downloaded when the Space starts; a local model is
+    A Hub model is referenced by its commit and downloaded when the Space starts; a local model is
     copied into the folder.
 
     Args:
-        model: see `Classifier.load`.
-        folder: new, empty, or an earlier export. An earlier export is replaced; other files in it,
-            such as .git, stay.
-    Returns: {"model", "folder", "files"}, the files as paths within the folder.
-    Raises: RecipeError if the folder has other content or the model is a single file,
-        WeightsError if the model cannot be loaded, SetupError if the folder cannot be written.
+        model: the model to load, see `Classifier.load`.
+        folder: a new or empty folder, or an earlier export. The files of an earlier export are
+            replaced; other files, such as .git, are kept.
+    Returns: a dict with keys "model", "folder" and "files" (paths relative to the folder).
+    Raises: RecipeError if the folder has other files or the model is a single file; WeightsError
+        if the model cannot be loaded; SetupError if the folder cannot be written.
     """
     target = Path(folder)
     gradio_version = import_gradio().__version__
     _check_target(target)
-    # load first: do not write a Space that cannot start
+    # load the model first, so that no Space is written that cannot start
     classifier = Classifier.load(model, device="cpu")
     reference, license_id = _hub_reference_and_license(model)
     export_info = {
@@ -107,7 +107,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
             is_multilabel=is_multilabel,
         )
         (target / "README.md").write_text(card, encoding="utf-8")
-        # last: this file marks a complete export
+        # written last, because this file marks a complete export
         text = json.dumps(export_info, indent=2, ensure_ascii=False) + "\n"
         (target / _MARKER_FILE).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -126,7 +126,7 @@ def run_space(folder: Path) -> None:
     """Serve the demo page of an exported folder until the process ends.
 
     Args:
-        folder: written by `export_space`.
+        folder: the folder that `export_space` wrote.
     """
     exported = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
     classifier = _load_exported_classifier(
@@ -140,7 +140,7 @@ def run_space(folder: Path) -> None:
             shutil.copyfile(file, copy)
         content = PageContent(title=exported["title"], facts=exported["facts"], examples=copies)
         app = build_app(classifier, content)
-        # on the hub, its own variables define where to listen
+        # on the Hub, Gradio's environment variables define where to listen
         host = None if is_space else os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
         run_server(app, workspace, host=host, port=None, is_space=is_space)
 
@@ -148,7 +148,7 @@ def run_space(folder: Path) -> None:
 def _load_exported_classifier(
     model: str, transform_spec: str, decode_size: int | None
 ) -> Classifier:
-    """Load the classifier with the exported transforms, which the model's files do not contain."""
+    """Load the classifier with the exported transforms, which are not in the model's own files."""
     classifier = Classifier.load(model)
     if (classifier.pipeline.transform_spec, classifier.pipeline.decode_size) != (
         transform_spec,
@@ -164,13 +164,13 @@ def _check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise RecipeError(
-            f"--export-space {target}: is a file; name a folder", code="recipe.wrong_value"
+            f"--export-space {target}: this is a file; give a folder", code="recipe.wrong_value"
         )
     other_files = [entry.name for entry in target.iterdir() if entry.name != ".git"]
     if other_files and not _is_exported_space(target / _MARKER_FILE):
         raise RecipeError(
-            f"--export-space {target}: holds other files ({', '.join(sorted(other_files)[:3])}); "
-            "name a new or empty folder",
+            f"--export-space {target}: has other files ({', '.join(sorted(other_files)[:3])}); "
+            "give a new or empty folder",
             code="recipe.wrong_value",
         )
 
@@ -184,7 +184,7 @@ def _is_exported_space(marker: Path) -> bool:
 
 
 def _remove_earlier_export(target: Path) -> None:
-    """Remove the files of an earlier export, its marker first."""
+    """Remove the files of an earlier export, first the file that marks it as complete."""
     for name in reversed(_EXPORTED_FILES):
         (target / name).unlink(missing_ok=True)
     for name in _EXPORTED_FOLDERS:
@@ -193,7 +193,7 @@ def _remove_earlier_export(target: Path) -> None:
 
 
 def _hub_reference_and_license(model: str) -> tuple[str | None, str | None]:
-    """Return the model's name in the Space (None for a copy) and its stated license."""
+    """Return the Hub reference for the Space (None for a local model), and the license or None."""
     if is_hub_name(model):
         repository, _, revision = model.split(":", 1)[1].partition("@")
         config = download_hub_file(repository, "config.json", revision or None)
@@ -237,7 +237,7 @@ def _copy_model(model: str, target: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"), key=lambda f: f.name != "model.safetensors")
     if not weights:
         raise RecipeError(
-            f"--export-space: {model} holds no .safetensors file, and other formats are not "
+            f"--export-space: {model} has no .safetensors file, and other formats are not "
             "published; fine-tune it and export the run",
             code="recipe.unsupported",
         )
@@ -247,7 +247,7 @@ def _copy_model(model: str, target: Path) -> None:
 
 
 def _copy_package(target: Path) -> None:
-    """Copy this package without its embedded weights, and its license if found."""
+    """Copy this package without its embedded weights, and its license file if there is one."""
     source = Path(__file__).resolve().parents[1]
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "embedded")
     shutil.copytree(source, target, ignore=ignore)
@@ -260,7 +260,7 @@ def _copy_package(target: Path) -> None:
 
 
 def _requirements_text() -> str:
-    """Pin the required packages to the installed versions, which the export was tested with."""
+    """Return requirements.txt, which pins the required packages to the installed versions."""
     lines = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in _REQUIRED_PACKAGES]
     return "\n".join([*lines, f"gradio=={import_gradio().__version__}"]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Temporary folder of the demo: private, limited in size, and removed even after a SIGKILL."""
+"""Temporary folder of the demo: private and limited in size; the next demo removes it if needed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["UploadFolder", "temporary_workspace"]
 
 _FOLDER_PREFIX = "finetune-demo-"
 _LOCK_FILE = "lock"
-_MIN_CHARGED_BYTES = 2**16  # minimum charge per file, so empty files are limited too
+_MIN_CHARGED_BYTES = 2**16  # counted per file at least, to limit the number of empty files too
 
 
 @contextlib.contextmanager
 def temporary_workspace() -> Iterator[Path]:
-    """Create a private folder with `uploads` and `examples`, and remove it at the end.
+    """Create a private temporary folder with `uploads` and `examples`; remove it at the end.
 
-    First removes the folders of demos that were killed.
+    Also removes the folders that killed demos left behind.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
     old_temp_dir = os.environ.get("GRADIO_TEMP_DIR")
@@ -33,7 +33,7 @@ def temporary_workspace() -> Iterator[Path]:
         workspace = Path(name).resolve()
         for subfolder in ("uploads", "examples"):
             (workspace / subfolder).mkdir()
-        # Gradio has no other option for this
+        # Gradio has no argument for this folder
         os.environ["GRADIO_TEMP_DIR"] = str(workspace / "uploads")
         try:
             with _hold_lock(workspace):
@@ -47,24 +47,24 @@ def temporary_workspace() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _hold_lock(workspace: Path) -> Iterator[None]:
-    """Hold the folder's lock; the kernel releases it when the process ends for any reason."""
+    """Hold the lock of the folder; the OS releases it even if the process is killed."""
     with (workspace / f"{_LOCK_FILE}.new").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(lock.name, workspace / _LOCK_FILE)  # so no process sees it unlocked
+        os.rename(lock.name, workspace / _LOCK_FILE)  # so that no process sees it unlocked
         yield
 
 
 def _remove_abandoned(parent: Path) -> None:
     for workspace in parent.glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, of another user, or just removed
+        with contextlib.suppress(OSError):  # in use, owned by another user, or just removed
             if _is_abandoned(workspace):
                 shutil.rmtree(workspace)
 
 
 def _is_abandoned(workspace: Path) -> bool:
-    """Return True for a private folder of this user with a free lock; does not follow links.
+    """Return True for a private folder of this user whose lock is free; does not follow symlinks.
 
-    Raises: OSError if it has no lock, or if another process holds the lock.
+    Raises: OSError if the folder has no lock file, or another process holds the lock.
     """
     status = workspace.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
@@ -82,9 +82,9 @@ class UploadFolder:
     """Folder of uploads with a limit in bytes and in files per minute.
 
     Args:
-        folder: files that it already contains, such as examples, are never removed.
-        max_total_bytes: of all uploads; a new upload evicts the oldest ones.
-        max_per_minute: uploads accepted in any minute.
+        folder: the folder; files that it already contains, such as examples, are never removed.
+        max_total_bytes: limit for all uploads together; a new upload evicts the oldest ones.
+        max_per_minute: number of uploads accepted in any minute.
     """
 
     def __init__(self, folder: Path, *, max_total_bytes: int, max_per_minute: int) -> None:
@@ -95,14 +95,14 @@ class UploadFolder:
         self._protected_files = set(self._list_files())
 
     def contains(self, name: str) -> bool:
-        """Return True if an absolute path is inside the folder after following links."""
+        """Return True if an absolute path, with symlinks resolved, is inside the folder."""
         try:
             return name.startswith("/") and Path(os.path.realpath(name)).is_relative_to(self.folder)
         except ValueError:  # a NUL or a lone surrogate is invalid in a path
             return False
 
     def register_upload(self) -> int:
-        """Register one upload. Returns: 0 if accepted, else the seconds until the next slot."""
+        """Register an upload. Returns: 0 if accepted, else the seconds to wait."""
         now = time.monotonic()
         if (
             len(self._upload_times) == self._upload_times.maxlen
@@ -114,9 +114,9 @@ class UploadFolder:
 
     @contextlib.contextmanager
     def reserve_space(self, num_bytes: int) -> Iterator[bool]:
-        """Reserve space for an upload while it arrives.
+        """Reserve space for an upload that is being received, and evict the oldest files for it.
 
-        Yields: False if other arriving uploads already take the space.
+        Yields: True if reserved; False if other uploads in progress need all the space.
         """
         if self._incoming_bytes + num_bytes > self._max_total_bytes:
             yield False
@@ -129,7 +129,7 @@ class UploadFolder:
             self._incoming_bytes -= num_bytes
 
     def _remove_oldest(self, limit_bytes: int) -> None:
-        """Remove the oldest files until the others need at most `limit_bytes`."""
+        """Remove the oldest uploads until the rest takes at most `limit_bytes`."""
         files = []
         for path in self._list_files():
             with contextlib.suppress(FileNotFoundError):  # Gradio removes files too
@@ -141,10 +141,10 @@ class UploadFolder:
             if total <= limit_bytes:
                 return
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # the folder is not empty
                 path.parent.rmdir()
             total -= size
 
     def _list_files(self) -> list[Path]:
-        walk = os.walk(self.folder)  # unlike rglob, it skips files that disappear meanwhile
+        walk = os.walk(self.folder)  # unlike rglob, tolerates files that disappear meanwhile
         return [Path(top, name) for top, _, names in walk for name in names]

@@ -42,8 +42,8 @@ class TemperatureFitter:
         """Keep a batch.
 
         Args:
-            logits_BK: any floating type.
-            labels_B: in [0, K).
+            logits_BK: logits of any floating-point dtype.
+            labels_B: class indices in [0, K).
             indices: (B,), positions of the images in the split. They decide which images are kept,
                 so the choice is the same for any number of processes.
         """
@@ -60,7 +60,7 @@ class TemperatureFitter:
 
         Args:
             all_reduce: sums a tensor over processes.
-        Returns: as `fit_temperature`.
+        Returns: same as `fit_temperature`.
         """
         if self._logits_NK is None:
             return fit_temperature(
@@ -81,11 +81,12 @@ def fit_temperature(
     The cross-entropy is convex in 1/T, so Newton's method between two bounds finds the minimum.
 
     Args:
-        logits_NK: of this process; N may be 0.
-        labels_N: in [0, K).
+        logits_NK: logits of the images of this process; N may be 0.
+        labels_N: class indices in [0, K).
         all_reduce: sums a tensor over processes.
-    Returns: T between 0.05 and 20, rounded to 6 digits to hide the summation order over processes.
-        1 if every prediction is correct: the optimum would be 0, with every confidence 100 %.
+    Returns: T between 0.05 and 20, rounded to 6 digits, so that it does not depend on the order in
+        which processes are summed. 1 if every prediction is correct, because the optimum would be
+        0, with every confidence at 100 %.
     """
     if not all_reduce((logits_NK.argmax(1) != labels_N).sum()[None]).any():
         return 1.0

@@ -1,10 +1,10 @@
 """Check a recipe's claims: compare the numbers that its sources report with the run's metrics.
 
 Each evaluation ends a window of steps, which begins after the previous evaluation. A claim's "when"
-selects one window. There, "val" is the evaluation itself, "train" is the mean of the log lines
-within the window (what papers print next to an epoch's validation), and "test" is the single
-measurement at the end of the run. Missing data raises no error: the verdict is "not measured", with
-the reason.
+selects one window. For this window, a "val" metric is read from the evaluation at its end, and a
+"train" metric is the mean of the log lines within it (what papers print next to an epoch's
+validation). A "test" metric is always the one measured at the end of the run. Missing data raises
+no error: the verdict is "not measured", with the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _StepWindow:
 
 
 class _MetricsLog:
-    """The log lines and results of a run, to be read by metric and step window."""
+    """The log lines and results of a run, read by metric and step window."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _MetricsLog:
                 for w in self.eval_windows
             ]
             known = [(value, window) for value, window in values if value is not None]
-            if not known:  # only measured for the kept checkpoint, in the results
+            if not known:  # only in the final results, which are those of the kept checkpoint
                 return self.eval_windows[-1]
             lower_is_better = metric.endswith(("loss", "ece"))
             return (min if lower_is_better else max)(known, key=lambda pair: pair[0])[1]
@@ -124,8 +124,8 @@ class _MetricsLog:
 
         Args:
             metric: for example "val.top1".
-            window: of this run.
-            allow_final_results: fall back to the final results of the run.
+            window: one of `eval_windows`.
+            allow_final_results: fall back to the final results if the window has no value.
         """
         split, _, key = metric.partition(".")
         if metric == "run.epochs":
@@ -153,7 +153,7 @@ class _MetricsLog:
         return _Measurement(value, f"{split} split, kept checkpoint")
 
     def _mean_train_value(self, key: str, window: _StepWindow) -> _Measurement:
-        """Average the log lines within a window, each weighted by the steps it covers."""
+        """Average a key of the train log lines in a window, weighted by the steps they cover."""
         steps_and_values = [
             (step, value)
             for step in sorted(self.log_lines["train"])
@@ -179,7 +179,7 @@ class _MetricsLog:
             return _Measurement(None, "the test split is read once, at the end; it has no trend")
         points = []
         for window in self.eval_windows:
-            # leave out the evaluation that ends this epoch
+            # exclude the evaluation at the end of `after_epoch` itself
             if window.last_step >= after_epoch * self.steps_per_epoch + 1:
                 value = self.measure(metric, window, allow_final_results=False).value
                 if value is not None:
@@ -203,13 +203,13 @@ def check_claims(
     """Compare every claim with what the run measured.
 
     Args:
-        claims: of the recipe, as plain mappings.
+        claims: the recipe's claims, as dicts.
         history: the lines of metrics.jsonl.
         results: the content of results.json so far; "test" and "val" are the final metrics.
-        steps_per_epoch: optimizer steps; may be fractional.
-    Returns: each claim with "measured" (a number; for a trend the slope per epoch), "how" (how it
-        was measured, or why it was not), "verdict" (one of VERDICTS), and for a claim with "below"
-        also "measured_other".
+        steps_per_epoch: optimizer steps per epoch; may be fractional.
+    Returns: each claim's dict with the added keys "measured" (a number; for a trend the slope per
+        epoch), "how" (how it was measured, or why it was not) and "verdict" (one of VERDICTS); a
+        claim with "below" also has "measured_other".
     """
     metrics_log = _MetricsLog(history, results, steps_per_epoch if steps_per_epoch > 0 else 1.0)
     return [{**claim, **_check_claim(claim, metrics_log)} for claim in claims]
@@ -219,7 +219,8 @@ def claims_table(checked_claims: Iterable[Mapping[str, Any]]) -> str:
     """Write checked claims as a Markdown table, accuracies as percentages.
 
     Args:
-        checked_claims: of `check_claims`. The table has a column "run" if a claim names one.
+        checked_claims: the result of `check_claims`. The table has a column "run" if any of the
+            dicts has that key.
     """
     checked_claims = list(checked_claims)
     headers = ["claim", "source", "reported", "measured", "verdict"]
@@ -274,7 +275,7 @@ def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str
             low - _ABSOLUTE_TOLERANCE <= measurement.value <= high + _ABSOLUTE_TOLERANCE,
         )
     if claim.get("value") is None:
-        return {**_not_measured("the claim has no figure"), "measured": measurement.value}
+        return {**_not_measured("the claim has no value"), "measured": measurement.value}
     tolerance = claim.get("tolerance") or 0.0
     return _verdict_for(
         measurement, abs(measurement.value - claim["value"]) <= tolerance + _ABSOLUTE_TOLERANCE
@@ -284,7 +285,7 @@ def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str
 def _measure_at(
     metrics_log: _MetricsLog, when: str, metric: str, below: str | None
 ) -> tuple[_Measurement, _Measurement | None]:
-    """Measure a metric, and the one it is compared with, in the same window."""
+    """Measure a metric, and the metric `below` that it is compared with, in the same window."""
     window = metrics_log.find_window(when, metric)
     allow_final = when in ("end", "best")
     measurements = [

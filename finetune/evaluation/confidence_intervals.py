@@ -1,4 +1,4 @@
-"""Confidence intervals of accuracies. This module does not import torch: reports do not need it."""
+"""Confidence intervals of accuracies. This module does not import torch, for fast reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wilson_interval(correct: int, total: int) -> tuple[float, float]:
     Args:
         correct: number of correctly classified images.
         total: number of images, at least 1.
-    Returns: its lower and upper end, between 0 and 1.
+    Returns: the lower and upper bound of the interval, between 0 and 1.
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
     # scipy.stats has this too, but takes half a second to import

@@ -1,6 +1,6 @@
 """Sparse confusion matrix, and its JSON form in results.json.
 
-This module does not import torch, so reports do not need it.
+This module does not import torch, so that reports start fast.
 """
 
 # K classes, M non-zero cells of the matrix
@@ -24,8 +24,8 @@ class ConfusionMatrix:
     """A sparse confusion matrix: one entry for each non-zero cell.
 
     Attributes:
-        true_M, predicted_M: true and predicted class, in ascending order.
-        count_M: number of images, at least 1.
+        true_M, predicted_M: true and predicted class of each cell, sorted by both.
+        count_M: number of images in each cell, at least 1.
         num_classes: K.
     """
 
@@ -72,7 +72,7 @@ class ConfusionMatrix:
         return list(zip(*(column[rows].tolist() for column in columns), strict=True))
 
     def select_classes(self, limit: int) -> NDArray[np.int64]:
-        """Select the most confused classes, then the most frequent ones; return them sorted."""
+        """Return up to `limit` classes, sorted: the most confused, then the most frequent ones."""
         pairs = self.most_confused_pairs(10 * limit)
         confused = (index for true, predicted, _ in pairs for index in (true, predicted))
         frequent = np.argsort(-self.support_K, kind="stable")[:limit].tolist()
@@ -102,7 +102,7 @@ def parse_confusion_matrix(metrics: Mapping[str, Any]) -> ConfusionMatrix | None
     """Parse the confusion matrix in a split's metrics, in its dense or its sparse form.
 
     Args:
-        result: for example "test" of results.json; it may be damaged.
+        metrics: a split's metrics, such as "test" of results.json; they may be damaged.
     Returns: the matrix, or None if it is missing or invalid.
     """
     confusion, per_class = metrics.get("confusion"), metrics.get("per_class")

@@ -32,7 +32,7 @@ __all__ = ["NUM_MISTAKES", "Evaluator", "Metric", "evaluate"]
 
 # logits, labels, positions in the split
 _EvaluatedBatch: TypeAlias = tuple[Tensor, Tensor, NDArray[np.int64]]
-NUM_MISTAKES = 24  # listed in the results: of the test split, or of validation without one
+NUM_MISTAKES = 24  # mistakes to list in the results: of test, or of validation without a test split
 
 
 class Metric(Protocol):
@@ -54,10 +54,11 @@ def evaluate(
     """Evaluate a model on a split; every image counts exactly once over all ranks.
 
     Args:
-        model: not wrapped by DDP.
+        model: the network, not wrapped by DDP.
         batch_size: images per batch on this rank.
-        extra_metrics: are updated with the batches of this rank.
-        multilabel_metrics: for a multi-label split; None fits the best thresholds on this split.
+        extra_metrics: further metrics, updated with the batches of this rank.
+        multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
+            the best thresholds on this split.
     Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
         `MultilabelMetrics.compute()`, and "images_per_second" over all ranks.
     Raises: DivergedError if a logit is not finite.
@@ -79,7 +80,7 @@ def evaluate(
             for metric in extra_metrics:
                 metric.update(*batch)
     for module in model.modules():
-        # a forward pass without a backward pass leaves the weights gathered
+        # FSDP keeps the weights gathered after a forward pass without a backward pass
         if isinstance(module, FSDPModule):
             module.reshard()
     results = (
@@ -126,7 +127,7 @@ def _wait_for_copy(batch: _EvaluatedBatch, event: torch.cuda.Event) -> _Evaluate
 
 
 def _force_eager(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Run the model uncompiled, like the published one; evaluation batch sizes compile nothing."""
+    """Run the model uncompiled, as published, so that no evaluation batch size is compiled."""
     if getattr(model, "_compiled_call_impl", None) is None:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -137,8 +138,9 @@ class Evaluator:
     """Evaluate a split, and collect its logits and largest losses for detailed results.
 
     Args:
-        temperature: also measure the calibration of logits divided by this (single-label only).
-        thresholds: one per class (multi-label only); None fits the best ones on this split.
+        temperature: temperature at which to also compute calibrated metrics (single-label only).
+        thresholds: one threshold per class (multi-label only); None fits the best ones on this
+            split.
         fit_calibration: fit the temperature (single-label) or thresholds (multi-label).
         num_mistakes: number of wrong predictions to list.
     """
@@ -170,7 +172,7 @@ class Evaluator:
         self.metrics: dict[str, Any] = {}
 
     def evaluate(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
-        """Evaluate a model. Returns: `metrics`, as the function `evaluate` returns them."""
+        """Evaluate a model and keep its metrics. Returns: same as the function `evaluate`."""
         optional = (
             (self._calibrated_metrics, self._temperature is not None),
             (self._temperature_fitter, self._fit_calibration and self._multilabel_metrics is None),
@@ -187,18 +189,18 @@ class Evaluator:
         return self.metrics
 
     def evaluate_in_detail(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
-        """Evaluate a model. Returns: as `results`."""
+        """Evaluate a model. Returns: same as `results`."""
         self.evaluate(model, batch_size=batch_size)
         return self.results()
 
     def results(self) -> dict[str, Any]:
         """Return detailed results of the last evaluation; all ranks must call this.
 
-        Returns: `metrics`, with "temperature" if one was fitted; "calibrated" {"temperature",
-            "loss", "ece", "calibration"} if one was given; and "mistakes", largest loss first, each
-            {"index", "name", "label", "predicted", "confidence", "loss"}, if requested.
-            A multi-label split has "thresholds" instead of "temperature", and mistakes as
-            `MultilabelMetrics.top_losses` returns them.
+        Returns: `metrics` and these keys: "temperature" with `fit_calibration`; "calibrated",
+            {"temperature", "loss", "ece", "calibration"}, if `temperature` was given; and, with
+            `num_mistakes`, "mistakes", a list of {"index", "name", "label", "predicted",
+            "confidence", "loss"}, largest loss first. A multi-label split has "thresholds" instead
+            of "temperature", and its mistakes have the keys of `MultilabelMetrics.top_losses`.
         """
         accelerator, results = self._accelerator, dict(self.metrics)
         split, mistakes = self._loader.store.split, []

@@ -25,7 +25,7 @@ MAX_CACHE_BYTES = 20 * 2**30
 _FILE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
 
 
-_HEADER_BYTES = 128  # NumPy pads its headers to this
+_HEADER_BYTES = 128  # length to which NumPy pads its headers
 
 
 _FORMAT_VERSION = 2
@@ -35,9 +35,10 @@ def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[
     """Read cached features and verify every byte of the file.
 
     Args:
-        key: hexadecimal sha256.
-        num_images: N that the file must have.
-    Returns: (N, D), read-only; None without an intact file. Removes damaged files.
+        key: cache key, a hexadecimal sha256.
+        num_images: number of rows, N, that the file must have.
+    Returns: features (N, D), read-only; None if the cache has no intact file. Damaged files are
+        removed.
     """
     try:
         with CacheFolder(folder) as cache:
@@ -51,10 +52,11 @@ def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[
                 except ValueError as error:
                     cache.remove(name)
                     logger.info(
-                        f"{folder / name}: is damaged ({error}); computing the features again"
+                        f"{folder / name}: the file is damaged ({error}); computing the features "
+                        "again"
                     )
     except OSError as error:
-        logger.info(f"{folder}: is not used ({error}); computing the features")
+        logger.info(f"{folder}: the feature cache is not used ({error}); computing the features")
     return None
 
 
@@ -95,13 +97,13 @@ def write_cached_features(
 ) -> None:
     """Write features to the cache atomically, and evict old files.
 
-    A full or read-only disk only disables the cache, with a warning.
+    If the disk is full or read-only, this logs a message and does not raise an error.
 
     Args:
-        folder: created if it does not exist.
-        key: hexadecimal sha256 of everything that the features depend on.
-        values_ND: float32.
-        max_bytes: of all files together; the new file always stays.
+        folder: the cache folder; created if it does not exist.
+        key: cache key, the hexadecimal sha256 of everything that the features depend on.
+        values_ND: float32 features.
+        max_bytes: size limit of all files together; the new file is never evicted.
     """
     values_ND = np.ascontiguousarray(values_ND)
     try:

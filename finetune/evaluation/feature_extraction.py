@@ -2,8 +2,8 @@
 
 The cache folder `features` names each file by a hash of everything that the features depend on: the
 model's tensors except its classifier, its preprocessing, the decode size, the precision, and the
-content of the images. So training only the head, evaluating that run, and probing the same model
-share one file. A file is read completely and compared with its sha256 before use.
+content of the images. So a run that trains only the head, its evaluation, and a probe of the same
+model share one file. A file is read completely and compared with its sha256 before use.
 """
 
 # B batch, N images, D width, C channels, H W pixels
@@ -61,7 +61,7 @@ __all__ = [
 FeatureExtractor = Callable[[nn.Module, Tensor], Tensor]
 
 
-_BATCHES_PER_SHARD = 8  # batches between two gathers
+_BATCHES_PER_SHARD = 8  # batches that a rank computes between two gathers
 _VALUES_PER_BROADCAST = 2**24  # 64 MiB
 _CPU_BATCH_SIZE = 64  # 20 % faster than 256 for a small ViT: activations fit the CPU caches
 
@@ -90,14 +90,14 @@ class Features:
 
 
 def feature_identity(built: BuiltModel, transform_spec: str | None) -> dict[str, Any]:
-    """Return everything except the data that features depend on, for the cache key.
+    """Return the data-independent part of the cache key: model, hash of the weights, transforms.
 
     Args:
         built: the model, before its weights are changed.
-        transform_spec: of evaluation; None for the default transforms of the weights.
-    Returns: a mapping for JSON. "weights" is the sha256 over names and values of the model's
+        transform_spec: evaluation transforms; None for the default transforms of the weights.
+    Returns: a JSON-serializable dict. "weights" is the sha256 over names and values of the model's
         tensors, so position embeddings that were resized differently count as other weights.
-        Classifiers are left out, because features do not depend on them.
+        Classifiers are excluded, because features do not depend on them.
     """
     digest = hashlib.sha256()
     classifier_prefixes = tuple(f"{name}." for name in linear_classifier_names(built.model))
@@ -140,14 +140,15 @@ def load_or_compute_features(
 
     Args:
         split: labeled images; they are not decoded if the cache has their features.
-        model: on the accelerator's device, float32; put into evaluation mode if it is used.
-        pipeline: without random transforms.
+        model: float32 network on the accelerator's device; set to evaluation mode if the features
+            are computed.
+        pipeline: transforms without random operations.
         identity: `feature_identity` of this model and pipeline; only rank 0's is used.
-        section: its keep, workers, unreadable and eval_batch_size are used.
-        accelerator: of `create_accelerator`; the features are computed in its precision.
+        data_config: the recipe's `data` section; uses keep, workers, unreadable, eval_batch_size.
+        accelerator: the result of `create_accelerator`; features are computed in its precision.
         on_all_ranks: return the features on all ranks.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
-        extract: computes features (B, D) from a model and images (B, C, H, W).
+        extract: function from a model and images (B, C, H, W) to features (B, D).
     Returns: the features on rank 0; None on the other ranks unless `on_all_ranks`.
     Raises: DataError for unreadable images, WeightsError for features that are not finite.
     """
@@ -191,8 +192,8 @@ def _cache_key(
     accelerator: Accelerator,
     extract: FeatureExtractor,
 ) -> str:
-    """Hash everything that a split's features depend on."""
-    # a run that stops at unreadable images must not use a file that left them out
+    """Return the cache key: a hash of everything that a split's features depend on."""
+    # a run that stops at unreadable images must not use a file that excludes them
     data = {
         "data": split.cache_key,
         "decode_size": split.decode_size,

@@ -43,10 +43,10 @@ _STD_EPSILON = 1e-5
 # C of logistic regression: inverse regularization strength
 C_GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _MAX_ITERATIONS = 1000
-# of SGD, for a batch size of 256
+# learning rates of SGD, for a batch size of 256
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 _SGD_BATCH_SIZE, _SGD_EPOCHS, _MIN_SGD_STEPS = 256, 10, 1000
-_CHUNK_ROWS = 8192  # converted to float64 per chunk
+_CHUNK_ROWS = 8192  # rows converted to float64 per chunk
 _MAX_SIMILARITIES = 1 << 25  # 128 MiB
 
 FloatArray = NDArray[np.float64]
@@ -58,8 +58,8 @@ class Standardizer:
     """Standardize each feature to mean 0 and standard deviation 1, in float64.
 
     Attributes:
-        mean_D: of the training images.
-        std_D: their population standard deviation + 1e-5.
+        mean_D: mean of each feature over the training images.
+        std_D: population standard deviation of each feature over them, plus 1e-5.
     """
 
     mean_D: FloatArray
@@ -77,15 +77,15 @@ class Standardizer:
 
 
 def draw_shots(labels_N: LabelArray, num_classes: int, *, shots: int, seed: int) -> LabelArray:
-    """Draw the training images of each class.
+    """Draw `shots` training images of each class.
 
     With the same seed, a larger draw contains the smaller ones.
 
     Args:
-        labels_N: in [0, K).
+        labels_N: class indices in [0, K).
         shots: images per class; a smaller class gives all its images.
-        seed: of NumPy's default_rng, which permutes one class after the other.
-    Returns: indices, class by class.
+        seed: seed of NumPy's default_rng, which permutes the images of one class after another.
+    Returns: indices of the drawn images, class by class.
     """
     generator = np.random.default_rng(seed)
     orders = [generator.permutation(np.flatnonzero(labels_N == k)) for k in range(num_classes)]
@@ -97,7 +97,7 @@ class LeastSquaresClassifier:
     """A ridge-regression classifier: standardized features to one score per class.
 
     Attributes:
-        standardizer: of the training images.
+        standardizer: the standardizer fitted to the training images.
         weights: (D + 1, K) float64; the last row belongs to the constant feature.
     """
 
@@ -122,14 +122,14 @@ def fit_least_squares(
     num_classes: int,
     l2: float = L2_WEIGHT,
 ) -> LeastSquaresClassifier:
-    """Fit targets of +1 for the true class and -1 for the others, in closed form.
+    """Fit ridge regression to targets of +1 (true class) and -1 (other classes), in closed form.
 
     Solves the primal (features) or the dual (images) problem, whichever is smaller; both have the
     same solution.
 
     Args:
         values_ND: features of the training images.
-        labels_N: in [0, K).
+        labels_N: class indices in [0, K).
         num_classes: K; all targets of a class without images are -1.
         l2: weight of the L2 penalty, which includes the constant feature.
     """
@@ -158,13 +158,14 @@ def evaluate_few_shot(
     shots: Sequence[int],
     num_seeds: int,
 ) -> dict[int, dict[str, Any]]:
-    """Measure the accuracy of least squares that is fitted to a few images of each class.
+    """Measure the test accuracy of least squares fitted to a few images of each class.
 
     Args:
         train, test: features (N, D) and labels (N,) in [0, K).
         shots: numbers of images per class; a smaller class gives all its images.
-        num_seeds: uses the seeds 0 … num_seeds - 1.
-    Returns: for each number of shots {"accuracy": mean, "std", "seeds": [accuracy of each]}.
+        num_seeds: number of seeds; they are 0 … num_seeds - 1.
+    Returns: a dict from the number of shots to {"accuracy": mean, "std", "seeds": [accuracy of each
+        seed]}.
     """
     results = {}
     for num_shots in shots:
@@ -188,12 +189,12 @@ def probe_logistic_regression(
     *,
     grid: tuple[float, ...] = C_GRID,
 ) -> dict[str, Any]:
-    """Select C on validation, fit again on all of train, and measure test once.
+    """Select C on validation, fit again on all of train, and compute the test accuracy once.
 
     Args:
         train: features (N, D) and labels (N,).
-        selection: the indices of train to fit on while selecting C, and the features and labels
-            of validation.
+        selection: (indices, validation): the indices of the training images to fit on while
+            selecting C, and the features and labels of the validation images.
         test: features (T, D) and labels (T,).
         grid: values of C, ascending; the smallest wins a tie.
     Returns: "accuracy", "c", "grid" [{"c", "val_accuracy"}], "at_edge" (the best C is the first
@@ -237,11 +238,11 @@ def probe_sgd(
     num_classes: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Select the learning rate and the input on validation, retrain on all of train, measure test.
+    """Select learning rate and input features on validation, retrain on all of train, and test.
 
     Args:
-        train, selection, test: as for `probe_logistic_regression`.
-        feature_slices: the columns of each input, by its name.
+        train, selection, test: same as for `probe_logistic_regression`.
+        feature_slices: name and columns of each candidate input, a slice of the D features.
     Returns: "accuracy", "features" (a key of `feature_slices`), "lr", "grid" [{"features", "lr",
         "val_accuracy"}] and "at_edge". In a tie, the first input and the lowest rate win.
     Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, weight decay
@@ -284,14 +285,14 @@ def train_sgd_heads(
 ) -> dict[str, nn.Linear]:
     """Train a linear classifier for each input and learning rate, all in one pass over the data.
 
-    The result is the same as training each one alone: its learning rate is the weight of its loss,
-    which is equivalent for SGD with momentum and without weight decay.
+    The result is the same as training each classifier alone: its learning rate is used as the
+    weight of its loss, which is equivalent for SGD with momentum and without weight decay.
 
     Args:
         train: features (N, …) and labels (N,) in [0, K).
-        feature_slices: the columns of each input, by its name.
-        learning_rates: R rates, for a batch size of 256.
-    Returns: for each input one layer with R * K outputs, those of the first rate first.
+        feature_slices: same as for `probe_sgd`.
+        learning_rates: R learning rates, for a batch size of 256.
+    Returns: for each input, by name, one layer with R * K outputs, those of the first rate first.
     """
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
     batch_size = min(_SGD_BATCH_SIZE, len(labels_N))
@@ -362,8 +363,8 @@ def predict_knn(
         values_TD: features to classify.
         k: number of neighbors, at most N.
         temperature: a neighbor's vote weighs exp(cosine / temperature).
-    Returns: the classes (T,) by weighted votes, and by unweighted votes; the first class wins a
-        tie.
+    Returns: the predicted classes (T,) by weighted votes, and those by unweighted votes; the first
+        class wins a tie.
     """
     keys_ND = normalize(torch.from_numpy(np.array(train[0], dtype=np.float32)), dim=1)
     labels_N = torch.from_numpy(np.asarray(train[1]))

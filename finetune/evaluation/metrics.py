@@ -48,7 +48,7 @@ class ClassificationMetrics:
 
     Args:
         num_classes: K.
-        device: of the sums; use the device of the logits.
+        device: device of the sums; use the device of the logits.
     """
 
     def __init__(self, num_classes: int, *, device: torch.device | str = "cpu") -> None:
@@ -65,8 +65,8 @@ class ClassificationMetrics:
         """Add a batch; B may be 0.
 
         Args:
-            logits_BK: any floating type; converted to float64 here.
-            labels_B: integers in [0, K).
+            logits_BK: logits of any floating-point dtype; converted to float64 here.
+            labels_B: class indices in [0, K).
         """
         num_classes, device = self.num_classes, self._state.device
         logits_BK = logits_BK.detach().to(device, torch.float64)
@@ -134,9 +134,9 @@ class ClassificationMetrics:
         width. "confusion" has a row per true class and a column per predicted class; beyond 1,000
         classes it lists the non-zero cells as "true", "predicted" and "count". In "per_class",
         "recall" is None for a class without examples, "precision" for a class that was never
-        predicted, "f1" for a class that is both; "balanced_accuracy" and "macro_f1" are the means
-        of the other recalls and F1s. "calibration" is the reliability diagram: the bounds, number
-        of images, accuracy and mean confidence of each bin.
+        predicted, "f1" for a class that is both; "balanced_accuracy" and "macro_f1" are the mean
+        recall and F1 over the classes where they are not None. "calibration" is the reliability
+        diagram: the bounds, number of images, accuracy and mean confidence of each bin.
         Among equal logits, the lower class index comes first.
 
         Raises: DivergedError if a logit or a loss was not finite; DataError if a label was out of
@@ -279,7 +279,7 @@ def per_class_rates(
 
 
 def mean_ignoring_none(values: Iterable[float | None]) -> float:
-    """Compute the mean of the values that are not None; at least one must not be."""
+    """Compute the mean of the values that are not None; there must be at least one."""
     return statistics.fmean(value for value in values if value is not None)
 
 
@@ -297,8 +297,8 @@ class TopLosses:
         """Add a batch.
 
         Args:
-            logits_BK: finite; any floating type.
-            labels_B: in [0, K).
+            logits_BK: finite logits of any floating-point dtype.
+            labels_B: class indices in [0, K).
             indices: (B,), positions of the images in the split.
         """
         log_probs_BK = logits_BK.double().log_softmax(1)

@@ -43,7 +43,7 @@ class MultilabelMetrics:
     """Accumulate the logits of a split and compute multi-label metrics from them.
 
     Args:
-        labels_NK: of the whole split, 0 or 1, on any device.
+        labels_NK: labels of the whole split, 0 or 1, on any device.
         thresholds: K probabilities; a class is predicted if its probability reaches its threshold.
             None fits the thresholds with the best F1 on this split.
     """
@@ -173,11 +173,11 @@ def _average_precision_and_threshold(
 
 
 def chance_mean_average_precision(supports: Sequence[int], num_images: int) -> tuple[float, float]:
-    """Compute the expected mAP of random scores, and its approximate spread.
+    """Compute the expected mAP of random scores, and its approximate standard deviation.
 
     Args:
         supports: number of images of each class.
-    Returns: mean and standard deviation.
+    Returns: the mean and the standard deviation.
     Source: Bestgen 2015, "Exact expected average precision of the random baseline".
     """
     harmonic = math.fsum(1 / rank for rank in range(1, num_images + 1))

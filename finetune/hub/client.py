@@ -397,8 +397,8 @@ def _retry_after_seconds(response: Any) -> float | None:
 def retry(display_name: str, call: Callable[[], T], *, has_copy: bool = False) -> T:
     """Call a function until it succeeds, up to a limited number of tries.
 
-    A call may send many requests; the limit applies to each of them. Logs the first failure, and
-    later ones if the last log line is some time ago.
+    A call may send many requests; the limit applies to each of them. Logs each distinct
+    failure once, and during a long outage about every 20 seconds.
 
     Args:
         display_name: name of what is read or written, for log lines.

@@ -1,1 +1,1 @@
-"""Write the model card and its artifacts, and push them to the hub."""
+"""Write the model card and its artifacts, and push them to the Hugging Face Hub."""

@@ -1,6 +1,6 @@
 """Write the files next to the weights in model/: card, recipe, results and plots.
 
-model/ becomes the hub repository byte for byte, so these files contain no path of this machine.
+A push copies model/ to the Hugging Face Hub byte for byte, so these files contain no local paths.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 MODEL_FILES = ("config.json", "model.safetensors")
 PLOT_FILES = ("curves.png", "confusion.png", "reliability.png")
-# All files that model/ may hold besides an adapter; a push sends no others.
+# The files of model/ that a push sends, besides those of an adapter.
 PUBLISHED_FILES = (*MODEL_FILES, "README.md", "recipe.yaml", "results.json", *PLOT_FILES)
-# All files that model/adapter may hold; a push of the adapter sends no others.
+# The files of model/adapter that a push of the adapter sends.
 PUBLISHED_ADAPTER_FILES = (*ADAPTER_FILES, "README.md")
 
 
@@ -56,10 +56,11 @@ def write_artifacts(
     """Write card, recipe, results and plots next to the weights.
 
     Args:
-        folder: holds config.json and model.safetensors.
+        folder: the folder of config.json and model.safetensors.
+        run: the run of the weights.
         results: the content of results.json so far.
-        repository, adapter_repository: owner/name for the examples in the model's card, and in
-            the adapter's card.
+        repository, adapter_repository: Hub ids (owner/name) in the code examples of the model's
+            card and of the adapter's card; None if unknown.
         with_plots: False skips the plots and the results of other seeds, which saves a second.
     """
     recipe = load_recipe(run.path / "recipe.yaml")
@@ -82,8 +83,9 @@ def write_averaged_artifacts(folder: Path, run: RunDir, results: Mapping[str, An
     """Write card, recipe and results next to averaged weights.
 
     Args:
+        folder: the folder of config.json and model.safetensors.
         run: the first of the averaged runs.
-        results: with the key "average", written by `commands.average`.
+        results: metrics of the averaged weights, with the key "average", see `average_runs`.
     """
     recipe = load_recipe(run.path / "recipe.yaml")
     card = render_card(_write_data_and_collect_card(folder, run, recipe, results))
@@ -93,7 +95,7 @@ def write_averaged_artifacts(folder: Path, run: RunDir, results: Mapping[str, An
 def _write_data_and_collect_card(
     folder: Path, run: RunDir, recipe: Recipe, results: Mapping[str, Any]
 ) -> CardContent:
-    """Write recipe.yaml and results.json into a folder, and return the content of its card."""
+    """Write recipe.yaml and results.json into a folder. Returns: the content of its card."""
     recipe, record = publishable_recipe(recipe), read_record(run)
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     text = format_json(_publishable_results(results))
@@ -111,7 +113,7 @@ def _write_data_and_collect_card(
 
 
 def base_model_name(run: RunDir) -> str:
-    """Return the name of a run's pretrained weights: hub repository, else as in the recipe."""
+    """Return the Hub repository of a run's pretrained weights, else `model.name` of the recipe."""
     weights = read_record(run).get("plan", {}).get("weights", {})
     name = load_recipe(run.path / "recipe.yaml").model.name
     return str(weights.get("repository") or _drop_folders(name))
@@ -120,14 +122,14 @@ def base_model_name(run: RunDir) -> str:
 def rewrite_artifacts(
     run: RunDir, *, repository: str | None = None, adapter_repository: str | None = None
 ) -> None:
-    """Rewrite the artifacts in a finished run's model/: for a repository, or after more seeds.
+    """Rewrite the artifacts in a finished run's model/ folder: before a push, or after more seeds.
 
     Raises: CheckpointError if the run has no model or no results yet.
     """
     results = run.read_json("results.json")
     if results is None or not all((run.model_folder / name).is_file() for name in MODEL_FILES):
         raise CheckpointError(
-            f"{run.path}: the run has no finished model; continue the run with --resume, then push",
+            f"{run.path}: the run has no finished model; continue it with --resume, then push",
             code="checkpoint.not_finished",
         )
 
@@ -144,7 +146,7 @@ def rewrite_artifacts(
 
 
 def publishable_recipe(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe without local folders, trackers, and the repository to push to."""
+    """Return a copy of a recipe without local folders, run.trackers and run.push_to."""
     data = recipe.data.model_copy(update={"source": _drop_folders(recipe.data.source)})
     model = recipe.model.model_copy(update={"name": _drop_folders(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
@@ -156,12 +158,12 @@ def publishable_recipe(recipe: Recipe) -> Recipe:
 
 
 def _drop_folders(source: str) -> str:
-    """Drop the parent folders of a local source; names on the hub stay as they are."""
+    """Drop the parent folders of a local source; names on the Hub are unchanged."""
     kind, colon, rest = source.partition(":")
     if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
         return source
     if kind not in ("folder", "parquet", "csv", "local-dir"):
-        kind, colon, rest = "", "", source  # a colon elsewhere is part of a path
+        kind, colon, rest = "", "", source  # not a source prefix: the colon is part of a path
         if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
             return source
     name = re.split(r"[\\/]", rest.rstrip("\\/"))[-1]
@@ -169,7 +171,7 @@ def _drop_folders(source: str) -> str:
 
 
 def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the folders from image names that are absolute paths."""
+    """Return a copy of results in which image names that are absolute paths have no folders."""
     published = dict(results)
     for split in ("val", "test"):
         metrics = results.get(split)
@@ -188,7 +190,7 @@ def _publishable_image_name(name: str) -> str:
 def _results_by_seed(
     run: RunDir, recipe: Recipe, results: Mapping[str, Any]
 ) -> list[tuple[int, Mapping[str, Any]]]:
-    """Collect the results of this run and of sibling runs that differ only in the seed."""
+    """Collect (seed, results) of this run and of sibling runs that differ only in the seed."""
     own_recipe = training_keys_without_seed(recipe)
     by_seed = {recipe.run.seed: results}
     try:
@@ -215,14 +217,14 @@ def _results_by_seed(
 
 
 def _has_all_metrics(test: Mapping[str, Any] | None, task: str) -> bool:
-    """Return True if results have all metrics for an average, or have no test split."""
+    """Return True if test metrics are complete enough to average, or if there are none."""
     return not test or all(name in test for name in SPLIT_METRICS[task])
 
 
 def _draw_plots(
     folder: Path, run: RunDir, results: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[str]:
-    """Draw the plots that the results have data for. Returns: the file names."""
+    """Draw every plot for which the run has data. Returns: the file names."""
     from finetune.report import figure_style, plots
 
     metrics = results.get("test") or results.get("val") or {}

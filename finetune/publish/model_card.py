@@ -27,14 +27,14 @@ from finetune.run.record import RunRecord, describe_teacher
 
 __all__ = ["CardContent", "license_metadata", "render_adapter_card", "render_card"]
 
-_HUB_LICENSES = (  # the identifiers of the hub, which rejects a card with any other
+_HUB_LICENSES = (  # license ids of the Hugging Face Hub, which rejects other ids in a card
     "apache-2.0 mit bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 cc-by-nc-4.0 cc-by-sa-4.0 "
     "cc-by-nc-sa-4.0 gpl-3.0 agpl-3.0 openrail gemma apple-amlr unknown other"
 )
 
 
 def license_metadata(license_id: object) -> dict[str, str]:
-    """Return a license as card metadata; one that the hub does not know becomes "other"."""
+    """Return a license as card metadata; a license unknown to the Hub becomes "other"."""
     if not license_id or str(license_id) in _HUB_LICENSES.split():
         return {"license": str(license_id)} if license_id else {}
     name = re.sub(r"[^a-z0-9.]+", "-", str(license_id).lower()).strip("-.")
@@ -45,7 +45,7 @@ _MAX_LISTED_CLASSES = 30
 _PLAIN_TITLE = re.compile(r"[\w. -]+")  # no Markdown or HTML characters
 _BIDI_CONTROLS = re.compile(
     "[\u202a-\u202e\u2066-\u2069]"
-)  # they would also reorder the text after a name
+)  # bidi controls in a name would also reorder the text after it
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _METRIC_COLUMNS = {
     **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
@@ -64,14 +64,14 @@ class CardContent:
     """Everything that a model card reports.
 
     Attributes:
-        recipe: of the run, without local paths.
+        recipe: the run's recipe, without local paths.
         record: the content of run.json.
         results: the content of results.json so far.
         config: the content of the model's config.json.
-        sha256: of model.safetensors.
+        sha256: sha256 of model.safetensors.
         seed_results: (seed, results) of the runs that differ only in the seed, including this one.
         plots: names of the plot files next to the card.
-        repository: owner/name on the hub; None if unknown.
+        repository: owner/name on the Hub; None if unknown.
         weights: provenance of the pretrained weights, from run.json.
     """
 
@@ -87,13 +87,13 @@ class CardContent:
 
     @property
     def dataset_name(self) -> str:
-        """The dataset's name: owner/name on the hub, else the last part of its path."""
+        """The dataset's name: owner/name on the Hub, else the last part of its path."""
         kind, _, rest = self.recipe.data.source.partition(":")
         return re.split(r"[@:]", rest)[0] if kind == "hub" else rest.rstrip("/").rpartition("/")[2]
 
     @property
     def dataset_id(self) -> str:
-        """The dataset's name as a valid hub id: `my photos` becomes `my-photos`."""
+        """The dataset's name as a valid Hub id: `my photos` becomes `my-photos`."""
         plain = re.sub(r"[^A-Za-z0-9_]+", "-", self.dataset_name).strip("-_")[:96] or "data"
         return self.dataset_name if _REPO_ID.fullmatch(self.dataset_name) else plain
 
@@ -104,7 +104,7 @@ class CardContent:
 
     @property
     def metric_columns(self) -> dict[str, str]:
-        """Metrics to show, with their column titles; no top-5 for up to five classes (always 1)."""
+        """Metrics to show, by key, with column titles; top-5 only for more than five classes."""
         every = [self.results, *(results for _, results in self.seed_results)]
         measured = [one[split] for one in every for split in ("test", "val") if one.get(split)]
         missing = {key for key in _METRIC_COLUMNS if not all(key in one for one in measured)}
@@ -124,7 +124,7 @@ class CardContent:
 def render_card(content: CardContent) -> str:
     """Render the card of a fine-tuned model.
 
-    Returns: the text of README.md, with the hub's YAML header.
+    Returns: the text of README.md, with the Hub's YAML header.
     """
     sections = [
         _summary_section(content),
@@ -146,8 +146,8 @@ def render_adapter_card(content: CardContent) -> str:
     """Render the card of a run's adapter.
 
     Args:
-        content: of the run, with the adapter's `repository`.
-    Returns: the text of README.md, with the hub's YAML header.
+        content: content of the run's card, with `repository` set to that of the adapter.
+    Returns: the text of README.md, with the Hub's YAML header.
     """
     adapter = content.recipe.model.adapter
     assert adapter is not None, "the run has an adapter"
@@ -171,7 +171,7 @@ def render_adapter_card(content: CardContent) -> str:
 
 
 def _adapter_usage_section(content: CardContent) -> list[str]:
-    """Code that loads an adapter: onto a plain timm model if the run did not change it."""
+    """Code that loads the adapter onto its base model; with timm alone, if the run allows it."""
     model, classes = content.recipe.model, len(content.config.get("label_names") or [])
     from_timm = timm.is_model(model.name.partition(".")[0]) and not content.weights.get("posemb")
     changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
@@ -190,7 +190,7 @@ def _adapter_usage_section(content: CardContent) -> list[str]:
 def _card_metadata(
     content: CardContent, *, library: str = "timm", relation: str = "finetune"
 ) -> ModelCardData:
-    """Return the YAML header in the hub's format."""
+    """Return the metadata for the card's YAML header."""
     base = str(content.weights.get("repository") or "")
     on_hub = bool(_REPO_ID.fullmatch(base)) and content.recipe.model.pretrained
     is_multilabel = content.is_multilabel
@@ -210,7 +210,7 @@ def _card_metadata(
 
 
 def _model_index(content: CardContent) -> list[EvalResult] | None:
-    """Return the test metrics in the hub's model-index format."""
+    """Return the test metrics in the Hub's model-index format; None without test metrics."""
     test = content.results.get("test")
     if not test:
         return None
@@ -356,7 +356,7 @@ def _uncertainty_notes(content: CardContent) -> list[str]:
 
 
 def _classes_section(content: CardContent) -> list[str]:
-    """Multi-label: the threshold and the metrics of each label."""
+    """For multi-label models: the threshold and the metrics of each label."""
     split = next((one for one in ("test", "val") if content.results.get(one)), None)
     if split is None or not content.is_multilabel:
         return []
@@ -384,7 +384,7 @@ def _classes_section(content: CardContent) -> list[str]:
 
 
 def _temperature_note(results: Mapping[str, Any]) -> list[str]:
-    """The effect of temperature scaling on the test split, with a warning if it is harmful."""
+    """The effect of temperature scaling on the test split, with a warning if it does harm."""
     test = results.get("test") or {}
     if not (scaled := test.get("calibrated")):
         return []
@@ -511,13 +511,13 @@ def _escape_markdown(text: str) -> str:
 
 
 def _escape_html(text: str) -> str:
-    """Escape HTML, bidi controls and lone surrogates, which JSON may hold."""
+    """Escape HTML, bidi controls and lone surrogates, which JSON may contain."""
     whole = _BIDI_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return html.escape(whole.encode("utf-8", "backslashreplace").decode(), quote=False)
 
 
 def _inline_code(text: str) -> str:
-    """Return text as inline code, or escaped if it would end the code span."""
+    """Return text as an inline code span, or escaped if it cannot be one."""
     return (
         _escape_markdown(text)
         if re.search(r"[`\s]", text) or _BIDI_CONTROLS.search(text)

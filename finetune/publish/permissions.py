@@ -1,7 +1,7 @@
-"""Check the permission to push: repository id, token, owner, privacy, write access and branch.
+"""Check the permission to push to the Hub: repository id, token, owner, privacy, branch.
 
-The client's `create_repo(exist_ok=True)` succeeds for anyone who can read the repository, so it
-proves nothing. This module asks the hub for every permission, and creates nothing.
+`HfApi.create_repo(exist_ok=True)` succeeds for anyone who can read the repository, so it does not
+prove write access. This module asks the Hub for every permission, and creates nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DEFAULT_BRANCH = "main"
 
 
 def check_rights(repository: str, *, private: bool = False, revision: str | None = None) -> None:
-    """Check that the hub would accept a push to owner/name, without creating anything.
+    """Check that the Hub would accept a push to owner/name, without creating anything.
 
-    Raises: RecipeError for an invalid name, HubError for anything that the hub would refuse.
+    Raises: RecipeError for an invalid name, HubError for anything that the Hub would refuse.
     """
     check_repo_id_and_branch(repository, revision)
     hub = RepoClient(repository)
@@ -44,19 +44,19 @@ def check_rights(repository: str, *, private: bool = False, revision: str | None
 
 @dataclass(frozen=True)
 class RepoState:
-    """State of the repository on the hub before the push."""
+    """State of the repository on the Hub before the push."""
 
     exists: bool
     branches: Sequence[str] = ()
 
 
 def check_repo_id_and_branch(repository: str, revision: str | None) -> None:
-    """Check a repository id and a branch name. Raises: RecipeError with a valid name."""
+    """Raise RecipeError, with a suggestion, for an invalid repository id or branch name."""
     for text in (repository, revision or ""):
         if redact_secrets(text) != text:
-            # the name would become public, and every request would log it
+            # otherwise every request would log the token, and it could become a public name
             raise RecipeError(
-                f"{redact_secrets(text)}: is a token or password, not a name; the token is "
+                f"{redact_secrets(text)}: this is a token or password, not a name; the token is "
                 "read from HF_TOKEN or the login, so leave it out here, and create a new token",
                 code="recipe.holds_secret",
             )
@@ -85,7 +85,7 @@ def check_repo_id_and_branch(repository: str, revision: str | None) -> None:
 
 
 def _user_name() -> str | None:
-    """Return the user's name on the hub for a suggestion, or None if one request fails."""
+    """Return the user's name on the Hub, for a suggestion; None if a single request fails."""
     try:
         hub = RepoClient("")
         with expect_json(""):
@@ -95,10 +95,10 @@ def _user_name() -> str | None:
 
 
 def check_push_access(hub: RepoClient, *, private: bool, revision: str) -> RepoState:
-    """Check that the hub would accept a push.
+    """Check that the Hub would accept a push.
 
     Returns: the state of the repository.
-    Raises: HubError or RecipeError for the first reason to refuse it.
+    Raises: HubError or RecipeError for the first reason why the Hub would refuse the push.
     """
     with expect_json(hub.repository):
         return _check_push_access(hub, private=private, revision=revision)
@@ -122,7 +122,7 @@ def _check_push_access(hub: RepoClient, *, private: bool, revision: str) -> Repo
     except HfHubHTTPError as error:
         if http_status(error) not in (401, 403, 404):
             raise
-        endpoint_exists = http_status(error) != 404  # 404: this hub lacks the endpoint
+        endpoint_exists = http_status(error) != 404  # 404: this Hub server lacks the endpoint
         _check_owner(hub, user, owner, write_denied=endpoint_exists)
     refs = hub.call_with_retries("reading the branches", hub.api.list_repo_refs, hub.repository)
     if revision in [tag.name for tag in refs.tags]:
@@ -148,7 +148,7 @@ def _whoami(hub: RepoClient) -> Mapping[str, Any]:
 
 
 def _check_token_can_write(hub: RepoClient, user: Mapping[str, Any], owner: str) -> None:
-    """Refuse a token without write permission, if the hub reports its permissions."""
+    """Raise HubError for a token without write permission, if the Hub reports permissions."""
     token = (user.get("auth") or {}).get("accessToken") or {}
     role = token.get("role")
     more = f"{hub.api.endpoint}/settings/tokens"
@@ -175,10 +175,10 @@ def _check_token_can_write(hub: RepoClient, user: Mapping[str, Any], owner: str)
 def _check_owner(
     hub: RepoClient, user: Mapping[str, Any], owner: str, *, write_denied: bool
 ) -> None:
-    """Refuse an owner for whom the user cannot write.
+    """Raise HubError if the user may not write to repositories of `owner`.
 
     Args:
-        write_denied: True if the hub has already denied write access.
+        write_denied: True if the Hub has already denied write access to this repository.
     """
     name = str(user.get("name"))
     orgs = {str(org.get("name")).casefold(): org for org in user.get("orgs") or []}
@@ -199,14 +199,14 @@ def _check_owner(
         )
     if write_denied:
         raise HubError(
-            f"{hub.repository}: it exists, and the hub does not let you ({name}) write to it; ask "
-            f"its owner, or push to another name",
+            f"{hub.repository}: the repository exists, and the hub does not let you ({name}) write "
+            f"to it; ask its owner, or push to another name",
             code="hub.forbidden",
         )
 
 
 def check_privacy(hub: RepoClient, *, want_private: bool, is_private: bool) -> None:
-    """Refuse a private push to a public repository. Raises: HubError."""
+    """Raise HubError for a private push to a public repository."""
     if want_private and not is_private:
         raise HubError(
             f"{hub.repository}: is public already, and a push does not make it private; "

@@ -1,8 +1,8 @@
-"""Push a model to the hub: check permissions first, then send the files of model/ in one commit.
+"""`finetune push`: check permissions, then send the files of model/ to the Hub in one commit.
 
-An interrupted push can be repeated: it compares the files with the hub and sends the difference.
+An interrupted push can be repeated: it compares the files with the Hub and sends the difference.
 The upload runs in a subprocess (`upload.py`), because only a process can be killed while native
-code waits for the hub's storage.
+code (hf_xet) waits for the Hub's storage.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from finetune.run.directory import RunDir
 __all__ = ["check_rights", "push", "upload_in_subprocess"]
 
 PROGRESS_SECONDS = 15.0  # between two progress messages on standard error
-CONFIRM_TIMEOUT_SECONDS = 1.5  # to ask the hub whether a commit succeeded, after the second signal
+CONFIRM_TIMEOUT_SECONDS = 1.5  # when asking the Hub whether an interrupted commit succeeded
 _POLL_SECONDS = 0.1
-# The subprocess gets the sys.path of this process, so it does not import from the working folder.
+# The subprocess gets the sys.path of this process, because `-c` would add the working folder.
 _UPLOAD_PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from finetune.publish.upload import main; main()"
 )
@@ -62,19 +62,19 @@ def push(
     message: str | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """Make a branch on the hub hold exactly this model, in one commit or none.
+    """Make a branch on the Hub contain exactly this model, in at most one commit.
 
     Args:
         run: a finished run directory, or a folder with config.json and model.safetensors.
         repository: owner/name; created if it does not exist.
         private: create the repository as private.
-        revision: the branch, by default main; created if it does not exist.
-        message: commit message.
+        revision: the branch, created if it does not exist; None pushes to main.
+        message: the commit message; None uses a default.
         adapter: push only the adapter, in peft's format, instead of the merged model.
-    Returns: repository, url, commit (its sha), changed (False if the hub already held all files),
-        revision, files, deleted.
-    Raises: RecipeError for an invalid name, CheckpointError or WeightsError if the model is
-        missing, HubError if the hub refuses or fails, Interrupted after a signal.
+    Returns: a dict with keys `repository`, `url`, `commit` (its sha), `changed` (False if the Hub
+        already had all files, so there is no new commit), `revision`, `files` and `deleted`.
+    Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
+        missing; HubError if the Hub refuses or fails; Interrupted after a signal.
     """
     check_repo_id_and_branch(repository, revision)
     folder, names, is_run = _select_files(Path(run), adapter=adapter)
@@ -124,7 +124,7 @@ def push(
 
 
 def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
-    """Return the folder to push, the allowed file names, and whether it belongs to a run.
+    """Return the folder to push, the allowed file names, and True if it belongs to a run.
 
     Raises: CheckpointError or WeightsError if the model or the adapter is missing.
     """
@@ -160,8 +160,9 @@ def _retry_command(
 def upload_in_subprocess(hub: RepoClient, job: UploadJob) -> dict[str, Any]:
     """Run the upload in a subprocess; the first signal asks it to stop, the second kills it.
 
-    Returns: commit, changed and deleted.
-    Raises: the error of the subprocess; Interrupted after a signal, with the state of the hub.
+    Returns: a dict with keys `commit`, `changed` and `deleted`.
+    Raises: the error of the subprocess; Interrupted after a signal, with a message that says what
+        the Hub now contains.
     """
     received: list[int] = []
     with handle_interrupts(received.append):
@@ -196,7 +197,7 @@ def _monitor_upload(
 ) -> dict[str, Any]:
     """Send the job to the subprocess, forward signals and log progress until it ends.
 
-    Returns: the latest report of each kind, by name.
+    Returns: the latest report of each kind, by its key, such as "phase" or "result".
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -204,7 +205,7 @@ def _monitor_upload(
     try:
         process.stdin.write(json.dumps(payload).encode())
         process.stdin.close()
-    except BrokenPipeError:  # the process has ended; its exit code is reported below
+    except BrokenPipeError:  # the subprocess has ended; the caller reports its exit code
         pass
     reports: dict[str, Any] = {"phase": "starting"}
     num_forwarded, started = 0, time.monotonic()
@@ -242,16 +243,16 @@ def _say(text: str) -> None:
 
 
 def _interruption_message(hub: RepoClient, job: UploadJob, reports: dict[str, Any]) -> str:
-    """Return the message for a stopped push: what the hub holds now."""
+    """Return the message for an interrupted push, which says what the Hub now contains."""
     name, retry = job.repository, f"push again with: {job.retry_command}"
     if "result" in reports:
         commit = reports["result"]["commit"]
-    elif "parent" in reports:  # the hub was asked to commit
+    elif "parent" in reports:  # the commit request may have been sent
         try:
             info = hub.call_once(
                 hub.api.model_info, name, revision=job.branch, timeout=CONFIRM_TIMEOUT_SECONDS
             )
-        except Exception:  # any failure: the user wants to stop
+        except Exception:  # report any failure instead of retrying: the user wants to stop
             return (
                 f"{name}: stopped during the commit, and the hub does not answer now: "
                 f"it holds the whole commit or nothing of it; {retry}"

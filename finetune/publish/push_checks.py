@@ -1,4 +1,4 @@
-"""Select the files to push from an allow-list, and check weights, secrets and card."""
+"""Select the files to push from an allowlist, and check weights, secrets and model card."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ REQUIRED_FILES = ("config.json", "model.safetensors")
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Return True for a run directory, False for a folder with a model.
+    """Return True for a run directory, False for a model folder.
 
-    Raises: CheckpointError if the run is not finished; WeightsError for anything else.
+    Raises: CheckpointError if the run is not finished; WeightsError for any other folder.
     """
     if (folder / "run.json").is_file():
         status = read_record(RunDir(folder)).get("status", "unknown")
@@ -50,7 +50,7 @@ def is_run_dir(folder: Path) -> bool:
         return True
     if not all((folder / name).is_file() for name in REQUIRED_FILES):
         raise WeightsError(
-            f"{folder}: is neither a run directory nor a folder with "
+            f"{folder}: this is neither a run directory nor a folder with "
             f"{' and '.join(REQUIRED_FILES)}; give the folder that `finetune train` wrote",
             code="weights.not_found",
         )
@@ -60,12 +60,12 @@ def is_run_dir(folder: Path) -> bool:
 def files_to_push(
     folder: Path, allowed_names: Collection[str] = PUBLISHED_FILES
 ) -> dict[str, Path]:
-    """List the files to push, by their name on the hub.
+    """Return the files to push, by their name on the Hub.
 
     Args:
-        folder: with a model or an adapter.
-        allowed_names: files to push if they exist.
-    Raises: HubError for a link that points outside the folder or to a hidden file.
+        folder: a folder with a model or an adapter.
+        allowed_names: names of the files to push, if they exist.
+    Raises: HubError for a symlink that points outside the folder or to a hidden file.
     """
     top = folder.resolve()
     files = {name: folder / name for name in allowed_names if (folder / name).is_file()}
@@ -73,14 +73,14 @@ def files_to_push(
         real = path.resolve()
         if real.parent != (top / name).parent or (path.is_symlink() and real.name.startswith(".")):
             raise HubError(
-                f"{path}: is a link that points outside the folder or to a hidden file; replace "
-                "it with a copy",
+                f"{path}: this symlink points outside the folder or to a hidden file; replace it "
+                "with a copy",
                 code="hub.not_pushable",
             )
     sent = {name.partition("/")[0] for name in files}
     others = sorted({path.name for path in folder.iterdir()} - sent)
     if others:
-        logger.info(f"{folder}: not pushed, because it is not part of a model: {', '.join(others)}")
+        logger.info(f"{folder}: not pushed, because not part of a model: {', '.join(others)}")
     return files
 
 
@@ -88,7 +88,7 @@ def adapter_folder(folder: Path) -> Path:
     """Return the adapter's folder inside a model folder. Raises: WeightsError if it is missing."""
     if not all((folder / "adapter" / name).is_file() for name in ADAPTER_FILES):
         raise WeightsError(
-            f"{folder}: has no adapter; train with model.adapter, or push without --adapter",
+            f"{folder}: this model has no adapter; train with model.adapter, or omit --adapter",
             code="weights.not_found",
         )
     return folder / "adapter"
@@ -102,8 +102,7 @@ def check_weights(files: Mapping[str, Path]) -> None:
             weights.keys()
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path}: is not a safetensors file, or is damaged ({error}); train or download the "
-            "model again",
+            f"{path}: not a valid safetensors file ({error}); train or download the model again",
             code="weights.damaged",
         ) from None
 
@@ -111,7 +110,7 @@ def check_weights(files: Mapping[str, Path]) -> None:
 def check_no_secrets(
     files: Mapping[str, Path], commit_message: str, run_path: Path, hub: RepoClient
 ) -> None:
-    """Check that the files and the commit message hold no token and no local path.
+    """Check that the files and the commit message contain no token and no local path.
 
     Raises: HubError.
     """
@@ -132,7 +131,7 @@ def check_no_secrets(
             )
         for local_path in sorted(local_paths, key=len, reverse=True):
             for spelling in (local_path, json.dumps(local_path)[1:-1]):
-                # not as part of a longer name or of a URL
+                # a path that is part of a longer name or of a URL is allowed
                 if re.search(
                     rb"(?<![\w./~-])" + re.escape(spelling.encode()) + rb"(?![\w-])", content
                 ):
@@ -152,7 +151,7 @@ def _searchable_bytes(path: Path) -> bytes:
 
 
 def check_card(hub: RepoClient, files: Mapping[str, Path]) -> None:
-    """Check that the hub accepts the card's metadata. Raises: HubError with the hub's reason."""
+    """Check that the Hub accepts the card's metadata. Raises: HubError with the Hub's reason."""
     if "README.md" not in files:
         return
     path = files["README.md"]
@@ -172,7 +171,7 @@ def check_card(hub: RepoClient, files: Mapping[str, Path]) -> None:
 
 
 def _validate_card_on_hub(hub: RepoClient, text: str) -> str:
-    # ModelCard.validate asks the public hub in older versions, whatever HF_ENDPOINT says
+    # in older versions, ModelCard.validate ignores HF_ENDPOINT and asks huggingface.co
     url, token = f"{hub.api.endpoint}/api/validate-yaml", hub.token
     payload = {"content": text, "repoType": "model"}
     response = get_session().post(url, json=payload, timeout=READ_TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""Client for the hub repository that a push writes to, with the retries of `hub/client.py`."""
+"""Client for the Hub repository that a push writes to, with the retries of `hub/client.py`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from finetune.log import warn_once
 
 __all__ = ["RepoClient"]
 
-# the request could not be sent, for example with HF_ENDPOINT=nonsense
+# includes requests that cannot be sent at all, for example with HF_ENDPOINT=nonsense
 _REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 
 T = TypeVar("T")
 
 
 class RepoClient:
-    """Client for one repository on the hub, with the user's token."""
+    """Client for one repository on the Hugging Face Hub, with the user's token."""
 
     def __init__(self, repository: str, *, retry_command: str = "") -> None:
         """Read the token from the environment or the login.
@@ -63,13 +63,13 @@ class RepoClient:
     def call_with_retries(
         self, action: str, function: Callable[..., T], *args: Any, **options: Any
     ) -> T:
-        """Call the hub, with a limited number of retries on temporary errors.
+        """Call a function of the Hub client, with a limited number of retries on temporary errors.
 
         Args:
-            action: for the message, such as "reading the repository".
-            function: of the client, called with `args` and `options`.
+            action: what the call does, for error messages, such as "reading the repository".
+            function: the function, called with `args` and `options`.
         Returns: the result of the function.
-        Raises: HubError if every try failed; the client's own error if the failure is permanent.
+        Raises: HubError if every try failed; the client's own exception for a permanent error.
         """
         try:
             return retry(self.repository, lambda: self.call_once(function, *args, **options))
@@ -78,9 +78,9 @@ class RepoClient:
         raise self.retries_exhausted_error(action, last)
 
     def call_once(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call the hub once.
+        """Call a function of the Hub client once.
 
-        Raises: TransientHubError if a retry may succeed; the client's own error otherwise.
+        Raises: TransientHubError if a retry may succeed; else the client's own exception.
         """
         failure: Exception
         with monitor_requests(all_threads=True), _quiet_client_retries(self.repository):
@@ -101,10 +101,10 @@ class RepoClient:
                     if isinstance(cause, json.JSONDecodeError)
                     else cause
                 )
-        raise failure  # outside the block, so that a traceback does not quote the server
+        raise failure  # outside `except`, so the error is not chained and shows no server response
 
     def error_with_retry_command(self, text: str, *, code: str = "hub.out_of_order") -> HubError:
-        """Return an error whose message ends with the command to repeat."""
+        """Return an error whose message ends with the command that repeats the push."""
         after = (
             f"nothing is lost, push again with: {self.retry_command}"
             if self.retry_command
@@ -114,14 +114,14 @@ class RepoClient:
         return HubError(message, code=code)
 
     def retries_exhausted_error(self, action: str, fault: TransientHubError) -> HubError:
-        """Return the error after the last try."""
+        """Return the error to raise after the last try has failed."""
         return self.error_with_retry_command(
             f"{action} failed {fault.num_tries} times: {fault}", code=fault.code
         )
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Turn the client's errors into ours, without chaining them: they quote the server."""
+        """Re-raise Hub client errors as HubError, `from None`: they contain server responses."""
         try:
             yield
             return
@@ -137,7 +137,7 @@ class RepoClient:
 
 @contextlib.contextmanager
 def _quiet_client_retries(repository: str) -> Iterator[None]:
-    """Log once that huggingface_hub retries an upload; its own log would quote signed URLs."""
+    """Log retries of huggingface_hub once, in our words: its messages contain signed URLs."""
     names = ("utils._http", "_commit_api", "hf_api")
     loggers = [logging.getLogger(f"huggingface_hub.{name}") for name in names]
 

@@ -1,10 +1,10 @@
-"""Upload a model to the hub in one commit; runs in a subprocess that `push.py` starts.
+"""Upload a model to the Hub in one commit; runs in a subprocess that `push.py` starts.
 
 The subprocess reads an `UploadJob` from standard input and writes reports to standard output, one
 JSON object per line: its current phase, then the result or the error. SIGTERM stops it immediately,
-except during a commit, which it finishes first. SIGKILL at any moment leaves the hub with the whole
-commit or without it, because a commit is one request. This module imports nothing that imports
-torch, so the subprocess starts in half a second.
+except during a commit, which it finishes first. A commit is a single request, so even after SIGKILL
+the Hub has either the whole commit or nothing of it. This module does not import torch, directly or
+indirectly, so the subprocess starts in half a second.
 """
 
 from __future__ import annotations
@@ -51,30 +51,31 @@ from finetune.publish.repo_client import RepoClient
 
 __all__ = ["UploadJob", "main", "upload_and_commit"]
 
-# Files of an earlier push at the top level that a loader would prefer: other weights, and
-# preprocessing of another model. A push deletes them.
+# Top-level files of an earlier push that a loader would read instead of ours: other weight files,
+# and the preprocessing of another model. A push deletes them.
 STALE_PATTERNS = (
     *("*.safetensors", "*.bin", "*.npz", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"),
     *("*.index.json", "preprocessor_config.json", "processor_config.json", "adapter_config.json"),
 )
 PROGRESS_BAR_MIN_BYTES = 20_000_000  # smaller uploads finish before a bar is useful
-XET_TIMEOUT_SECONDS = 10.0  # for the hub to answer whether it has Xet storage
-_CONFLICTS = (409, 412)  # the branch moved after it was read
+XET_TIMEOUT_SECONDS = 10.0  # timeout when asking the Hub whether it has Xet storage
+_CONFLICTS = (409, 412)  # HTTP status codes: the branch has new commits since it was read
 
 ReportFn = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class UploadJob:
-    """A push with checked permissions and files.
+    """The work of the subprocess: a push whose permissions and files have been checked.
 
     Attributes:
-        commit_message: of the commit.
-        retry_command: the command that repeats the push.
-        files: local path of each file, by its name on the hub.
-        allowed_names: all files that a push may send; the push deletes those not in `files`.
+        commit_message: the commit message.
+        retry_command: the command that repeats the push, for error messages.
+        files: local path of each file to push, by its name on the Hub.
+        allowed_names: names of all files that a push may send; the push deletes a file on the Hub
+            that is in `allowed_names` but not in `files`.
         repo_exists: True if the repository existed at the permission check.
-        existing_branches: its branches at that time.
+        existing_branches: branches of the repository at the permission check.
     """
 
     repository: str
@@ -89,10 +90,11 @@ class UploadJob:
 
 
 def upload_and_commit(job: UploadJob, report: ReportFn) -> dict[str, Any]:
-    """Create repository and branch if needed, then make the branch hold exactly the job's files.
+    """Create repository and branch if needed, then make the branch contain exactly the job's files.
 
-    Returns: commit (its sha), changed (False if the hub already held all files) and deleted.
-    Raises: HubError if the hub refuses or fails.
+    Returns: a dict with keys `commit` (its sha), `changed` (False if the Hub already had all files)
+        and `deleted`.
+    Raises: HubError if the Hub refuses or fails.
     """
     hub = RepoClient(job.repository, retry_command=job.retry_command)
     with hub.translate_errors():
@@ -102,7 +104,7 @@ def upload_and_commit(job: UploadJob, report: ReportFn) -> dict[str, Any]:
 
 
 def _create_repo_and_branch(hub: RepoClient, job: UploadJob) -> None:
-    """Create the repository and branch if missing; ignore "already exists" after a lost answer."""
+    """Create the repository and branch if missing; a retry ignores the error "already exists"."""
 
     def unless_there(function: Any, *args: Any, **options: Any) -> None:
         try:
@@ -114,7 +116,7 @@ def _create_repo_and_branch(hub: RepoClient, job: UploadJob) -> None:
     create, create_branch = hub.api.create_repo, hub.api.create_branch
     name = hub.repository
     if not job.repo_exists:
-        # None: the owner's default; an organization may require private repositories
+        # None uses the owner's default: an organization may require private repositories
         hub.call_with_retries(
             "creating it", unless_there, create, name, private=job.private or None
         )
@@ -128,7 +130,7 @@ class _Committer:
     """Uploads and commits a job, with retries.
 
     Attributes:
-        use_lfs: True after Xet storage has failed; the files are then sent by plain LFS.
+        use_lfs: True after Xet storage has failed; the files are then sent with plain LFS.
     """
 
     def __init__(self, hub: RepoClient, job: UploadJob, report: ReportFn) -> None:
@@ -144,20 +146,20 @@ class _Committer:
         self._initial_head = ""
 
     def commit(self) -> dict[str, Any]:
-        """Commit. Returns: commit, changed and deleted. Raises: HubError."""
+        """Commit with retries. Returns: see `upload_and_commit`. Raises: HubError."""
         try:
             return retry(self.hub.repository, self._try_commit)
         except TransientHubError as fault:
             last = fault
-        if done := self._result_if_up_to_date():  # the last answer may be lost
+        if done := self._result_if_up_to_date():  # the response of the last try may be lost
             return done
         raise self.hub.retries_exhausted_error("the commit", last)
 
     def _try_commit(self) -> dict[str, Any]:
-        """Compare with the head of the branch and commit the difference.
+        """Compare the files with the head of the branch and commit the difference.
 
-        A retry starts the same way, so it detects a commit whose answer was lost. The parent commit
-        is fixed, so the same commit cannot happen twice.
+        A retry also compares first, so it notices a commit that succeeded although its response was
+        lost. The request names the parent commit, so the Hub cannot apply it twice.
         """
         if done := self._result_if_up_to_date():
             return done
@@ -172,7 +174,7 @@ class _Committer:
         return {"commit": sha, "changed": True, "deleted": self._deleted}
 
     def _result_if_up_to_date(self) -> dict[str, Any] | None:
-        """Compare with the hub. Returns: the result if it holds exactly these files, else None."""
+        """Compare files with the Hub. Returns: the result if nothing differs, else None."""
         self.report({"phase": "comparing with the hub"})
         self._head, held = _read_branch(self.hub, self.job.branch, private=self.job.private)
         self._initial_head = self._initial_head or self._head
@@ -195,7 +197,7 @@ class _Committer:
         )
 
     def _send_changes(self) -> CommitInfo:
-        """Upload the large files, then commit all changes on top of the known head."""
+        """Upload the large files, then commit all changes on top of the head read before."""
         hub, branch = self.hub, self.job.branch
         title, _, rest = self.job.commit_message.partition("\n")
         additions = [CommitOperationAdd(name, self.job.files[name]) for name in self._changed]
@@ -207,7 +209,7 @@ class _Committer:
             self.report({"phase": "sending the files"})
             self.use_lfs = self.use_lfs or not self._upload_large_files(additions)
             if self.use_lfs:
-                # huggingface_hub sends open files without Xet
+                # huggingface_hub sends open file objects without Xet
                 paths = {one.path_in_repo: str(one.path_or_fileobj) for one in additions}
                 additions = [
                     CommitOperationAdd(name, opened.enter_context(open(path, "rb")))
@@ -215,7 +217,7 @@ class _Committer:
                 ]
                 self._upload_large_files(additions)
             opened.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # check_card has reported them
+            warnings.simplefilter("ignore")  # check_card has reported the card's warnings
             self.report({"phase": "committing", "parent": self._head})
             return hub.call_once(
                 hub.api.create_commit,
@@ -228,7 +230,7 @@ class _Committer:
             )
 
     def _check_xet(self) -> None:
-        """Request a token for Xet storage; hf_xet would silently retry this for minutes."""
+        """Request a Xet storage token, to fail early: hf_xet would silently retry for minutes."""
         hub, self._has_checked_xet = self.hub, True
         url = f"{hub.api.endpoint}/api/models/{hub.repository}/xet-write-token/"
         url += self.job.branch.replace("/", "%2F")
@@ -252,9 +254,9 @@ class _Committer:
         )
 
     def _upload_large_files(self, additions: list[CommitOperationAdd]) -> bool:
-        """Upload the large files, so that the commit itself is a small request.
+        """Upload the large files before the commit, which then is a small request.
 
-        Returns: False if Xet failed; the caller then tries plain LFS.
+        Returns: True after the upload; False if Xet failed, and the caller should use plain LFS.
         """
         hub = self.hub
         try:
@@ -272,7 +274,7 @@ class _Committer:
             return True
         except (FinetuneError, HfHubHTTPError):
             raise
-        except (OSError, RuntimeError, ValueError) as error:  # of hf_xet or the LFS answer
+        except (OSError, RuntimeError, ValueError) as error:  # hf_xet, or an invalid LFS response
             problem = redact(str(error), hub.token)
         if self.use_lfs or not self._has_xet:
             switch = "; try again without Xet: HF_HUB_DISABLE_XET=1" * self._has_xet
@@ -285,7 +287,7 @@ class _Committer:
 
 @contextlib.contextmanager
 def _progress_bars(show: bool) -> Iterator[None]:
-    """Show or hide the client's progress bars; on failure, end the line of an open bar."""
+    """Show or hide huggingface_hub's progress bars; on failure, end the line of an open bar."""
     if are_progress_bars_disabled():
         yield
     elif show:
@@ -303,7 +305,7 @@ def _progress_bars(show: bool) -> Iterator[None]:
 
 
 def _read_branch(hub: RepoClient, branch: str, *, private: bool) -> tuple[str, dict[str, RepoFile]]:
-    """Read the branch. Returns: its head commit, and its top-level files by name."""
+    """Read a branch. Returns: its head commit, and its top-level files by name."""
     reading, name = "reading the branch", hub.repository
     info = hub.call_with_retries(reading, hub.api.model_info, name, revision=branch)
     check_privacy(hub, want_private=private, is_private=bool(info.private))
@@ -317,7 +319,7 @@ def _read_branch(hub: RepoClient, branch: str, *, private: bool) -> tuple[str, d
 
 
 def _is_same_file(path: Path, held: RepoFile | None, digests: dict[tuple[str, bool], str]) -> bool:
-    """Return True if the hub holds the same file: by sha256 for LFS files, else by git's sha1."""
+    """Return True if the Hub has the same file, by sha256 for LFS files, else by git's sha1."""
     if held is None or held.size != path.stat().st_size:
         return False
     key = (path.name, held.lfs is not None)
@@ -330,14 +332,14 @@ def _is_same_file(path: Path, held: RepoFile | None, digests: dict[tuple[str, bo
 
 
 class _StopRequested(BaseException):
-    """SIGTERM was received; `except Exception` does not catch this."""
+    """Raised after SIGTERM; a BaseException, so that `except Exception` does not catch it."""
 
 
 class _Reporter:
-    """Writes the reports of this process, and stops it on SIGTERM, but not during a commit."""
+    """Writes reports to standard output, and raises _StopRequested on SIGTERM outside a commit."""
 
     def __init__(self) -> None:
-        # redirect the output of libraries to stderr, so that stdout holds reports only
+        # redirect the output of libraries to stderr, so that stdout has only reports
         self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         self._stop_requested = False
@@ -359,7 +361,7 @@ class _Reporter:
 
 
 def main() -> None:
-    """Run the job from standard input; the last report is the result or the error."""
+    """Run the job read from standard input; the last report is the result or the error."""
     die_with_parent()
     work = json.load(sys.stdin)
     if os.getppid() != work.pop("parent"):  # the parent ended before die_with_parent took effect
@@ -380,5 +382,5 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if report is not None:
         report(outcome)
-    # skip the interpreter's teardown, which would wait for the threads of a stopped upload
+    # skip the interpreter shutdown, which would wait for the threads of a stopped upload
     os._exit(0)

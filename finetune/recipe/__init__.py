@@ -1,1 +1,1 @@
-"""Recipes: schema, YAML loading, validation and help; no torch here."""
+"""Recipes: schema, YAML loading, validation and help. Does not import torch."""

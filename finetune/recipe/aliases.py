@@ -1,6 +1,6 @@
-"""Aliases: option names of other libraries and our keys for them; mutually exclusive keys.
+"""Aliases: option names of other libraries and the recipe keys for them; mutually exclusive keys.
 
-The names are from the training scripts of timm and transformers, from Ultralytics and Lightning.
+The option names are from the training scripts of timm and transformers, Ultralytics and Lightning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 
 __all__ = ["MUTUALLY_EXCLUSIVE_KEYS", "alias_hint", "resolve_alias"]
 
-# An override of one key removes the other from the recipe.
+# Overriding the left key on the command line removes the right one from the recipe.
 MUTUALLY_EXCLUSIVE_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("optim", "steps"): ("optim", "epochs"),
     ("optim", "epochs"): ("optim", "steps"),
@@ -18,8 +18,8 @@ MUTUALLY_EXCLUSIVE_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 
 _MICRO_BATCH_HINT = (
-    "set 'data.micro_batch' to data.batch_size, which counts all images of an optimizer step, "
-    "divided by the accumulation steps (and processes)"
+    "set 'data.micro_batch' to data.batch_size (the images of one optimizer step over all "
+    "processes), divided by the accumulation steps and the processes"
 )
 _WARMUP_HINT = "use 'optim.warmup_steps' or 'optim.warmup_epochs'"
 _CROP_HINT = "use random_resized_crop in 'data.train'"
@@ -30,7 +30,7 @@ _PROCESSES_HINT = "use accelerate launch --num_processes N"
 _DEVICE_HINT = "choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
 _CLASSES_HINT = "remove it, the classes come from the data"
 
-# Option name of another library -> our key, our key=value, or advice.
+# {option name of another library: recipe key, key=value, or advice}.
 _ALIASES = {
     # learning rate and optimizer
     "learning_rate": "optim.lr",
@@ -101,7 +101,7 @@ _ALIASES = {
     "batch": "data.batch_size",
     "bs": "data.batch_size",
     "train_batch_size": "data.batch_size",
-    "per_device_train_batch_size": "set 'data.batch_size', which counts the images of a step "
+    "per_device_train_batch_size": "set 'data.batch_size', the images of one optimizer step "
     "over all processes",
     "validation_batch_size": "data.eval_batch_size",
     "per_device_eval_batch_size": "data.eval_batch_size",
@@ -229,7 +229,7 @@ _ALIASES = {
     "logger": "run.trackers",
     "log_wandb": "run.trackers=wandb",
     "hub_model_id": "run.push_to",
-    "push_to_hub": "set 'run.push_to', owner/name on the hub",
+    "push_to_hub": "set 'run.push_to', owner/name on the Hub",
     "hub_private_repo": "run.push_private",
     "nproc_per_node": _PROCESSES_HINT,
     "num_gpus": _PROCESSES_HINT,
@@ -240,18 +240,21 @@ _ALIASES = {
 
 
 def resolve_alias(name: str) -> tuple[str, str] | None:
-    """Return our (section, key) for a name from another library; None if it has no single key."""
+    """Return the (section, key) for an option name of another library.
+
+    None for an unknown name, or if no single key corresponds to it.
+    """
     match = re.fullmatch(r"(\w+)\.(\w+)(=.*)?", _look_up_alias(name))
     return (match[1], match[2]) if match else None
 
 
 def alias_hint(name: str, value: str = "") -> str:
-    """Return the end of an error message about a key from another library.
+    """Return the end of an error message about an option name of another library.
 
     Args:
-        name: the key, with underscores or hyphens.
-        value: the value as written, to show after our key; "" for none.
-    Returns: "; did you mean 'optim.lr=3'?", or advice; "" for an unknown name.
+        name: the option name, with underscores or hyphens.
+        value: the value as the user wrote it, to include in the suggestion; "" to omit it.
+    Returns: "; did you mean 'optim.lr=3'?" or "; <advice>"; "" for an unknown name.
     """
     replacement = _look_up_alias(name)
     if not replacement or resolve_alias(name) is None:

@@ -1,6 +1,6 @@
-"""Pydantic field types of recipes: strict types, but numbers may be written in several ways.
+"""Pydantic field types of recipes: strict, except that numbers may also be written as text.
 
-Each type describes the expected value in one phrase, which becomes the error message.
+Each type describes the expected value in one phrase, for the message "expected <phrase>, got …".
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ __all__ = [
     "parse_number",
 ]
 
-# no leading zeros: 010 is 8 in YAML 1.1 and 10 in YAML 1.2
+# without leading zeros, because 010 is 8 in YAML 1.1 and 10 in YAML 1.2
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _MAX_IMAGE_SIDE = 8192  # pixels; larger images would take gigabytes each
-_MAX_INTEGER = 2**53  # floats cannot represent all larger integers
+_MAX_INTEGER = 2**53  # above this, float64 cannot represent every integer
 _METRIC = re.compile(
     r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs|"
     r"(val|test)\.(balanced_accuracy|macro_f1|micro_f1|map)"
@@ -64,12 +64,12 @@ def _expected_error(phrase: str) -> PydanticCustomError:
 
 
 def _from_recipe_error(message: str, code: str) -> PydanticCustomError:
-    """Wrap a RecipeError, so that validation reports its message and code unchanged."""
+    """Wrap the message and code of a RecipeError, so that validation reports them unchanged."""
     return PydanticCustomError("recipe", "{message}", {"message": message, "code": code})
 
 
 def parse_number(value: Any) -> float | int:
-    """Parse a finite number, also from text; reject booleans."""
+    """Return a finite number, also parsed from text such as "1e-3"; reject booleans."""
     if isinstance(value, str) and len(value) < 64 and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -211,7 +211,7 @@ def _check_plain_value(value: Any) -> None:
 
 
 def _check_rename_rules(value: Any) -> Any:
-    """Check a mapping {regular expression: replacement}, or load it from a YAML file."""
+    """Check a mapping {regular expression: replacement}; load it first if `value` is a path."""
     if isinstance(value, str):
         value = _read_rename_file(value)
     if not isinstance(value, dict) or not all(
@@ -234,7 +234,7 @@ def _read_rename_file(path: str) -> dict[str, Any]:
         document = recipe_yaml.parse_document(recipe_yaml.read_recipe_text(path), name=path)
         document.raise_first_problem()
     except RecipeError as error:
-        is_mapping = "the sections" not in str(error)  # that message is about recipes
+        is_mapping = "the sections" not in str(error)  # else the file has no mapping
         cause = str(error).partition(";")[0] if is_mapping else f"{path}: has no mapping"
         message = f"expected a YAML file with lines `regular expression: replacement`; {cause}"
         raise _from_recipe_error(message, error.code) from None
@@ -250,7 +250,7 @@ def _check_transform_spec(value: str, *, train: bool) -> str:
         raise _from_recipe_error(str(error), error.code) from None
     if any(
         call.name == "corrupt" for call in calls
-    ):  # else the published model would corrupt images
+    ):  # the published model would corrupt its input images
         message = "corrupt is not allowed in recipes; remove it, and use finetune eval --corrupt"
         raise _from_recipe_error(message, "recipe.conflict")
     return value
@@ -273,7 +273,7 @@ StringList = Annotated[
 ]
 RegexList = Annotated[StringList, AfterValidator(_check_regexes)]
 ClassNames = Annotated[StringList, AfterValidator(_check_class_names)]
-SelectionMetric = Literal[  # the validation metric that selects a checkpoint or run
+SelectionMetric = Literal[  # the validation metric that selects the best checkpoint or run
     "val.top1",
     "val.top5",
     "val.balanced_accuracy",
@@ -303,7 +303,7 @@ EvalTransformSpec = Annotated[
     NonEmptyString, AfterValidator(partial(_check_transform_spec, train=False))
 ]
 HubRepository = Annotated[
-    NonEmptyString, _matches(_REPOSITORY, "the owner/name of a repository on the hub")
+    NonEmptyString, _matches(_REPOSITORY, "owner/name of a repository on the Hub")
 ]
 MetricName = Annotated[
     NonEmptyString,

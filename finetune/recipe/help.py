@@ -1,4 +1,4 @@
-"""Help on the keys of a recipe: for `finetune recipes help`, and as JSON schema for editors."""
+"""Help on recipe keys: text for `finetune recipes help`, and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def json_schema() -> dict[str, Any]:
 
 
 def explain_topic(topic: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Explain a section, a key or an image operation.
+    """Explain a section, a key or a transform operation.
 
     Args:
-        topic: a section, section.key or the name of an operation; empty for all keys.
-    Returns: rows for JSON, and the text for a terminal.
+        topic: a section, section.key, or the name of a transform operation; empty for all keys.
+    Returns: a list of dicts for JSON output, and the same as text for a terminal.
     Raises: RecipeError for an unknown topic.
     """
     name = topic.strip()
@@ -54,8 +54,8 @@ def explain_topic(topic: str = "") -> tuple[list[dict[str, Any]], str]:
     signature = format_signature(name)
     row = {"operation": name, "signature": signature, "description": operation.help}
     text = (
-        f"{signature}\n    {operation.help}\n\nAn image operation; data.train and data.eval join "
-        "operations by ' | '.\nAll operations: finetune recipes help data.train"
+        f"{signature}\n    {operation.help}\n\nThis is a transform operation; data.train and "
+        "data.eval join operations by ' | '.\nAll operations: finetune recipes help data.train"
     )
     return [row], text
 
@@ -123,7 +123,7 @@ def format_keys_help(topic: str = "") -> str:
 
 
 def _iter_keys(section: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the keys of a section with their fields; each nested section follows its key."""
+    """Yield (dotted key, field) for a section; the keys of a nested section follow its own key."""
     brackets = "[]" if typing.get_origin(field.annotation) is tuple else ""
     for key, inner in _section_class(field).model_fields.items():
         yield f"{section}{brackets}.{key}", inner
@@ -142,7 +142,7 @@ def _section_class(field: FieldInfo) -> type[BaseModel]:
 
 
 def _type_name(annotation: Any) -> str:
-    """Describe a type in words."""
+    """Describe the type of a field in words, for users."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type_name(arguments[0])

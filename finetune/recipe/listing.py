@@ -1,4 +1,4 @@
-"""List the recipes of a folder."""
+"""List the recipes in a folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ __all__ = ["summarize_recipe_folder"]
 
 
 def summarize_recipe_folder(folder: str | Path) -> list[dict[str, Any]]:
-    """Summarize the recipes in a folder and its subfolders, except `accelerate/` and plans.
+    """Summarize the recipes in a folder and its subfolders, except `accelerate/` and plan.yaml.
 
-    Returns: one row per file: path, valid, summary, and the recipe's model and source.
+    Returns: one dict per file, with keys `path`, `valid`, `summary`, `model` and `source`; `model`
+        and `source` are None if the recipe is invalid.
     Raises: RecipeError if the folder does not exist.
     """
     root = Path(folder)
     if not root.is_dir():
         raise RecipeError(
-            f"{folder}: no such folder; run in the folder of the recipes, or give their folder: "
+            f"{folder}: no such folder; give the folder of the recipes: "
             "finetune recipes list FOLDER",
             code="recipe.not_found",
         )

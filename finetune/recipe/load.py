@@ -1,7 +1,7 @@
 """Load a recipe from YAML.
 
-No torch here. One error lists every problem of a recipe, each with its location, key, value and the
-nearest valid key. Environment variables never change a recipe.
+Does not import torch. A single error lists every problem of a recipe, each with its location, key,
+value and the closest valid key. Environment variables never change a recipe.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: a local YAML file.
-        overrides: `section.key=value` each, with the value in YAML syntax; later ones win.
+        overrides: strings `section.key=value` with the value in YAML syntax; later ones win.
     Raises: RecipeError with one line per problem.
     """
     return parse_recipe(recipe_yaml.read_recipe_text(path), name=str(path), overrides=overrides)
@@ -53,15 +53,16 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     """Load a recipe from YAML text.
 
     Args:
+        text: the YAML text.
         name: name of the recipe in error messages.
-        overrides: as in `load_recipe`.
+        overrides: same as for `load_recipe`.
     Raises: RecipeError with one line per problem.
     """
     document = recipe_yaml.parse_document(text, name=name)
     if "runs" in document.data and "model" not in document.data:
         raise RecipeError(
-            f"{name}: is a plan of several recipes; run it with: finetune reproduce "
-            f"{_plan_name(name)}",
+            f"{name}: this is a plan of several recipes, not a recipe; run it with: finetune "
+            f"reproduce {_plan_name(name)}",
             code="recipe.not_a_recipe",
         )
     for override in overrides:
@@ -71,7 +72,7 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     if redact_secrets(written) != written:
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "
-            "would publish; remove it and create a new one (the hub token is read from HF_TOKEN "
+            "would publish; remove it and create a new one (the Hub token is read from HF_TOKEN "
             "or from the login)",
             code="recipe.holds_secret",
         )
@@ -79,13 +80,16 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
 
 
 def _plan_name(path: str) -> str:
-    """Return what `finetune reproduce` accepts for the file of a plan: its folder's name."""
+    """Return the argument of `finetune reproduce` for a plan file.
+
+    This is the name of its folder if the file is in recipes/ and the name is unique, else its path.
+    """
     folder = Path(path).parent.name
     matches = [file for file in Path("recipes").rglob("plan.yaml") if file.parent.name == folder]
     return folder if matches == [Path(path)] else path
 
 
 def load_run_recipe(run: str | Path) -> Recipe | None:
-    """Load the recipe of a run directory; None for a model folder or a hub name."""
+    """Load the recipe of a run directory; None if `run` is a model folder or a model name."""
     is_run = all(os.path.isfile(os.path.join(run, name)) for name in ("run.json", "recipe.yaml"))
     return load_recipe(Path(run) / "recipe.yaml") if is_run else None

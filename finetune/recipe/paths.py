@@ -1,6 +1,6 @@
-"""Check the model name and data source before a run: unknown kinds, missing files.
+"""Check model names and data sources before a run: unknown kinds and missing files.
 
-No torch here, so that a wrong path fails immediately.
+Does not import torch, so that a wrong path fails immediately.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ WEIGHTS_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt", ".tar")
 
 
 def check_model_name(name: str) -> None:
-    """Check that a model name that can only be a local path exists.
+    """Check that a model name exists if it can only be a local path.
 
-    Raises: WeightsError.
+    Raises: WeightsError if the path does not exist.
     """
     if re.match(r"(hf-hub|hf_hub|embedded|package|transformers):", name) or "\0" in name:
         return
     path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     try:
         exists = path.exists()
-    except OSError:  # loading it gives a better error
+    except OSError:  # loading the model gives a better error
         return
     if not exists:
         raise_if_model_missing(name, path)
 
 
 def raise_if_model_missing(name: str, path: Path) -> None:
-    """Raise WeightsError for a name that is no existing path, unless it may be a timm name."""
+    """Raise WeightsError for a missing path, unless the model name may be a timm name."""
     if "://" in name:
         raise WeightsError(
-            f"model '{name}': a URL, which is not supported; download it first and give the file "
-            "or folder",
+            f"model '{name}': URLs are not supported; download the weights and give the file or "
+            "folder",
             code="weights.unknown_name",
         )
     if repository := re.fullmatch(r"(?:hub|hf|huggingface):/*([^/]+/.+)", name):
@@ -68,7 +68,7 @@ def raise_if_model_missing(name: str, path: Path) -> None:
         return
     advice = suggest_path(name, suffixes=WEIGHTS_SUFFIXES) or "; check the path"
     if not is_path and re.fullmatch(r"[^/\\]+/[^/\\]+", name) and not name.startswith("runs/"):
-        advice += f"; for a repository on the hub write 'hf-hub:{name}'"
+        advice += f"; for a repository on the Hub write 'hf-hub:{name}'"
     raise WeightsError(
         f"model '{name}': no such run directory, model folder or weights file{advice}",
         code="weights.not_found",
@@ -76,12 +76,14 @@ def raise_if_model_missing(name: str, path: Path) -> None:
 
 
 def check_recipe_or_source(text: str) -> None:
-    """Check that an argument that is no data source exists, if it does not name a YAML file.
+    """Check that a command-line argument, which is no data source, is an existing path.
 
-    Raises: RecipeError.
+    YAML files and URLs are not checked, because reading them as a recipe gives a better error.
+
+    Raises: RecipeError if the path does not exist.
     """
     if not text.strip() or "://" in text or text.endswith((".yaml", ".yml")):
-        return  # reading it as a recipe gives a better error
+        return
     try:
         os.lstat(text)
     except FileNotFoundError:
@@ -99,8 +101,9 @@ def suggest_path(text: str, *, suffixes: Sequence[str]) -> str:
 
     Args:
         text: the path as the user typed it.
-        suffixes: of files to suggest.
-    Returns: "; did you mean 'runs/first'?", or an empty string if no name in its folder is close.
+        suffixes: suffixes of the files that may be suggested.
+    Returns: the end of an error message, such as "; did you mean 'runs/first'?"; empty if no entry
+        of the path's parent folder has a similar name.
     """
     folder, name = os.path.split(text.rstrip("/"))
     try:
@@ -121,7 +124,7 @@ def check_data_source(source: str) -> None:
 
 
 def _check_source(source: str, *, typed: str) -> None:
-    """Check a data source; `typed` is what the user gave for it, for error messages."""
+    """Check a data source; `typed` is the text that the user typed, for error messages."""
     kind, colon, path = source.partition(":")
     if kind not in SOURCE_KINDS or not path:
         hint = did_you_mean(kind, SOURCE_KINDS)
@@ -147,7 +150,7 @@ def _check_source(source: str, *, typed: str) -> None:
         if root.exists() or (SOURCE_KINDS[kind].accepts_glob and glob.has_magic(path)):
             return
         siblings = [entry.name for entry in root.parent.iterdir()] if root.parent.is_dir() else []
-    except OSError:  # opening it gives a better error
+    except OSError:  # opening the source gives a better error
         return
     hint = did_you_mean(root.name, siblings)
     message = f"{typed}: no such path{hint or '; check it'}"
@@ -157,7 +160,7 @@ def _check_source(source: str, *, typed: str) -> None:
 
 
 def is_data_source(text: str) -> bool:
-    """Return True if a command-line argument is a data source rather than a recipe or a run."""
+    """True if a command-line argument is a data source, not a recipe or a run directory."""
     if split_source(text)[0]:
         return True
     if not text or text.endswith((".yaml", ".yml")):
@@ -172,7 +175,7 @@ def is_data_source(text: str) -> bool:
 
 
 def resolve_data_source(text: str) -> str:
-    """Return the data source for a path or source string. Raises: as `check_data_source`."""
+    """Convert a path to a data source; a data source is returned unchanged. Raises: DataError."""
     if split_source(text)[0]:
         check_data_source(text)
         return text
@@ -197,7 +200,7 @@ def _exists(path: str) -> bool:
 
 
 def _source_from_path(text: str) -> str:
-    """Return the data source for a file, or a folder of images, tar shards or parquet files."""
+    """Return the data source `kind:path` for a file or folder, with the kind from its content."""
     if kind := kind_from_suffix(text):
         return f"{kind}:{text}"
     folder = Path(os.path.expanduser(text))

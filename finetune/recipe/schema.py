@@ -1,6 +1,6 @@
 """The schema of a recipe: every section and key with its default, help text and conflicts.
 
-No torch here. The module is long because it documents every key.
+Does not import torch. The module is long because it documents every key.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
     "StageSection",
 ]
 
-Conflict = tuple[str, set[str], str]  # the key to name, all keys involved, the problem
+Conflict = tuple[str, set[str], str]  # key to report, all keys involved, problem
 
 
 class Section(BaseModel):
@@ -67,7 +67,7 @@ class Section(BaseModel):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
-        """Yield conflicts between keys whose values are valid separately."""
+        """Yield conflicts between keys whose values are valid on their own."""
         yield from ()
 
     @model_validator(mode="after")
@@ -79,19 +79,19 @@ class Section(BaseModel):
 
 
 class AdapterSection(Section):
-    """A PEFT adapter: it is trained with the head, while the other weights stay frozen."""
+    """PEFT adapter, trained together with the head; all other weights stay frozen."""
 
     kind: Literal["lora", "dora"] = Field("lora", description="LoRA or DoRA")
     rank: Integer = Field(8, ge=1, description="rank of the low-rank update of each layer")
     alpha: FiniteFloat | None = Field(
         None,
         gt=0,
-        description="scale updates by alpha / rank; null: alpha = rank, a scale of 1",
+        description="updates are scaled by alpha / rank; null: alpha = rank, a scale of 1",
     )
     targets: RegexList = Field(
         ("attention",),
         description="layers to adapt: attention, mlp, all (including convolutions), or regular "
-        "expressions that match the end of layer names: qkv, or blocks\\.1[01]\\..*",
+        "expressions that match the end of layer names, such as qkv or blocks\\.1[01]\\..*",
     )
     dropout: FiniteFloat = Field(
         0.0, ge=0, lt=1, description="dropout probability on the adapter's input"
@@ -108,9 +108,9 @@ class ModelSection(Section):
     args: KeywordArguments = Field({}, description="additional keyword arguments of the model")
     rename: RenameRules = Field(
         {},
-        description="for weights with other parameter names: {regular expression: replacement}, "
-        "applied in order, or a YAML file with such a mapping, which is copied into the run's "
-        "recipe",
+        description="renames the weights' tensors to the model's names: {regular expression: "
+        "replacement}, applied in order, or a YAML file with such a mapping, which is copied into "
+        "the recipe of the run",
     )
     pretrained: StrictBool = Field(True, description="false: start from random weights")
     image_size: ImageSize | None = Field(
@@ -123,30 +123,30 @@ class ModelSection(Section):
     )
     head_init: Literal["keep", "zeros", "default"] | None = Field(
         None,
-        description="keep: reuse the rows of classes that the weights' config.json names, zeros "
-        "for all others; zeros: a new head of zeros, whose first loss is ln K; default: a new "
-        "head with the model's own initialization; null: keep if a class name is known, else "
-        "zeros",
+        description="keep: copy the pretrained row of each class that the weights' config.json "
+        "also names, zeros for other classes; zeros: a new head of zeros, so that the first loss "
+        "is ln K; default: a new head with the model's own initialization; null: keep if any class "
+        "name matches, else zeros",
     )
     freeze: FreezeSetting = Field(
         "none",
-        description="none, backbone (train only the head), or the number of blocks to freeze, "
-        "from the first",
+        description="none, backbone (train only the head), or a number n: freeze the embeddings "
+        "and the first n blocks",
     )
     adapter: AdapterSection | None = Field(
         None,
-        description="train LoRA or DoRA and the head; null: no adapter, train the weights "
-        "themselves",
+        description="train a LoRA or DoRA adapter and the head; null: no adapter, train all "
+        "weights that are not frozen",
     )
     sync_bn: StrictBool = Field(
         False,
-        description="compute batch norm statistics over the images of all processes, not of each "
-        "process; per micro-batch, so data.micro_batch changes them",
+        description="compute batch norm statistics over all processes (SyncBatchNorm), not in each "
+        "process separately; they are per micro-batch, so data.micro_batch changes them",
     )
     freeze_bn: StrictBool = Field(
         False,
-        description="keep the pretrained mean and variance of batch norms; their weights are "
-        "still trained",
+        description="keep the pretrained running mean and variance of batch norms; their weight "
+        "and bias are still trained",
     )
     dropout: FiniteFloat = Field(
         0.0, ge=0, lt=1, description="dropout probability in the blocks and the head"
@@ -155,12 +155,12 @@ class ModelSection(Section):
         0.0, ge=0, lt=1, description="dropout probability in attention"
     )
     drop_path: FiniteFloat = Field(
-        0.0, ge=0, lt=1, description="stochastic depth probability of the last block"
+        0.0, ge=0, lt=1, description="stochastic depth rate of the last block, from 0 at the first"
     )
     grad_checkpointing: StrictBool = Field(
         False,
-        description="recompute activations in the backward pass: less memory, about a third more "
-        "time",
+        description="activation checkpointing: recompute activations in the backward pass; less "
+        "memory, about a third more time",
     )
     compile: BoolOrAuto = Field(
         "auto", description="train with torch.compile; auto: only if the run is long enough"
@@ -176,10 +176,10 @@ class ModelSection(Section):
             problem = "needs pretrained weights; remove the key, or set model.pretrained=true"
             yield "adapter", {"adapter", "pretrained"}, problem
         if values.get("adapter") is not None and values.get("freeze", "none") != "none":
-            problem = "an adapter already freezes everything else but the head; remove the key"
+            problem = "an adapter already freezes all other weights except the head; remove the key"
             yield "freeze", {"freeze", "adapter"}, problem
         adapter = values.get("adapter")
-        # a section if the recipe is valid, else the mapping as written
+        # an AdapterSection if the recipe is valid, else the dict from the file
         kind = adapter.get("kind") if isinstance(adapter, dict) else getattr(adapter, "kind", None)
         if kind == "dora" and values.get("compile") is True:
             problem = "torch.compile fails on DoRA layers; remove the key, or set adapter.kind=lora"
@@ -207,7 +207,7 @@ class ModelSection(Section):
             problem = "random weights have no statistics to keep; remove the key, or set "
             yield "freeze_bn", {"freeze_bn", "pretrained"}, f"{problem}model.pretrained=true"
         if "sync_bn" in asked and values.get("compile") is True:
-            problem = "a compiled model cannot wait for other processes; remove this or sync_bn"
+            problem = "torch.compile does not support sync_bn; remove compile or sync_bn"
             yield "compile", {"compile", "sync_bn"}, problem
 
 
@@ -222,16 +222,16 @@ class DataSection(Section):
     task: Literal["multiclass", "multilabel"] = Field(
         "multiclass",
         description="multiclass: one label per image; multilabel: any number of labels per "
-        "image, as a list in a table column or json field, cat|dog (or [] for none) in CSV files, "
-        "or columns of 0 and 1",
+        "image, given as a list in a table column or json field, as cat|dog (or [] for none) in "
+        "CSV files, or as columns of 0 and 1",
     )
     val_fraction: FiniteFloat = Field(
         0.1,
         ge=0,
         lt=1,
-        description="fraction of train held out for validation, stratified (multilabel: "
-        "approximately) and drawn with the split seed; 0: none; ignored if the source has a "
-        "validation split",
+        description="hold-out fraction of the training images for validation, stratified "
+        "(multilabel: approximately) and drawn with split_seed; 0: none; ignored if the source has "
+        "a validation split",
     )
     merge_val: bool = Field(
         False,
@@ -246,17 +246,17 @@ class DataSection(Section):
     num_train: Integer | None = Field(
         None,
         ge=1,
-        description="number of training images to use, stratified and drawn with the split seed; "
-        "null: all; validation images are held out from these",
+        description="subsample train to this many images, stratified and drawn with split_seed; "
+        "null: all; val_fraction is then held out from these",
     )
     num_val: Integer | None = Field(
         None,
         ge=1,
-        description="number of validation images to use, drawn like num_train; null: all; the "
+        description="subsample validation to this many images, like num_train; null: all; the "
         "other validation images are not used at all",
     )
     num_test: Integer | None = Field(
-        None, ge=1, description="number of test images to use, drawn like num_train; null: all"
+        None, ge=1, description="subsample test to this many images, like num_train; null: all"
     )
     classes: ClassNames | None = Field(
         None, description="names of the classes to use, at least two; null: all"
@@ -264,32 +264,32 @@ class DataSection(Section):
     long_tail: FiniteFloat | None = Field(
         None,
         ge=1,
-        description="imbalance factor: training images of the first class / those of the last, "
-        "decreasing from class to class, drawn with the split seed (as in CIFAR-10-LT); null: all "
-        "images",
+        description="imbalance factor: number of training images of the first class / number of "
+        "the last class, decreasing exponentially in between (as in CIFAR-10-LT), drawn with "
+        "split_seed; null: all images",
     )
     sampling: Literal["class_balanced", "square_root"] | None = Field(
         None,
-        description="how often each class occurs in an epoch, whose length stays the same: "
-        "class_balanced: all classes equally; square_root: by the square root of the number of "
-        "images; null: each image once",
+        description="how often each class is drawn in an epoch of unchanged length; "
+        "class_balanced: all classes equally often; square_root: in proportion to the square root "
+        "of its number of images; null: each image once",
     )
     image_column: NonEmptyString | None = Field(
         None,
-        description="column of the images; tar: suffix of the members; null: detected by common "
-        "names",
+        description="column with the images; tar: suffix of the image files; null: found by common "
+        "column names",
     )
     label_column: LabelColumns | None = Field(
         None,
-        description="column of the labels; tar: suffix of the members, or a field of their json; "
-        "multilabel: also a list of columns of 0 and 1, one per class; null: detected by common "
-        "names, or for multilabel all other columns",
+        description="column with the labels; tar: suffix of the label files, or a field of their "
+        "json; multilabel: also a list of columns of 0 and 1, one per class; null: found by common "
+        "column names, or for multilabel all other columns",
     )
     train: TrainTransformSpec | None = Field(
         None, description="transforms of training images; null: resize | flip"
     )
     eval: EvalTransformSpec | None = Field(
-        None, description="transforms of evaluation images; null: those of the pretrained weights"
+        None, description="transforms for evaluation; null: those of the pretrained weights"
     )
     batch_size: Integer = Field(
         64, ge=1, description="images per optimizer step, over all processes"
@@ -303,26 +303,26 @@ class DataSection(Section):
         256, ge=1, description="images per forward pass in evaluation, on each process"
     )
     mean: ChannelMean | None = Field(
-        None, description="per channel, 0 to 1; null: that of the pretrained weights"
+        None, description="channel means, 0 to 1; null: those of the pretrained weights"
     )
     std: ChannelStd | None = Field(
-        None, description="per channel, 0 to 1; null: that of the pretrained weights"
+        None,
+        description="channel standard deviations, 0 to 1; null: those of the pretrained weights",
     )
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = Field(
-        None, description="default of resizes; null: that of the pretrained weights"
+        None, description="default filter of resizes; null: that of the pretrained weights"
     )
     crop_pct: FiniteFloat | None = Field(
         None,
         gt=0,
         le=1,
-        description="fraction kept by the center crop of the default evaluation transforms; "
-        "null: that of the pretrained weights",
+        description="fraction of the side that the center crop of the default evaluation "
+        "transforms keeps; null: that of the pretrained weights",
     )
     keep: Literal["auto", "device", "memory", "none"] = Field(
         "auto",
-        description="where decoded images are kept; none: decode again in every epoch; auto: on "
-        "the device if they fit, else memory-mapped from the cache on disk, else in memory, else "
-        "none",
+        description="where to keep decoded images; none: decode again in every epoch; auto: on the "
+        "device if they fit, else memory-mapped from the cache on disk, else in memory, else none",
     )
     decode_size: Integer | None = Field(
         None,
@@ -333,13 +333,13 @@ class DataSection(Section):
     )
     workers: NumWorkers = Field(
         "auto",
-        description="decoding workers per process; at least one per core if all images are kept; "
-        "auto: CPU cores of the machine divided by its processes",
+        description="decoding workers per process; if all images are kept, at least one per core "
+        "is used; auto: CPU cores of the machine / its processes",
     )
     unreadable: Literal["stop", "quarantine"] = Field(
         "stop",
-        description="what to do with images that cannot be decoded; stop: stop before training, "
-        "or, if no images are kept, when one is needed; quarantine: leave them out",
+        description="what to do with images that cannot be decoded; stop: fail before training, "
+        "or, if images are not kept, when such an image is read; quarantine: exclude them",
     )
     streaming: StrictBool = Field(
         False,
@@ -377,7 +377,7 @@ class DataSection(Section):
 
 
 class StageSection(Section):
-    """An earlier training stage: its length, and which settings differ from the run."""
+    """An earlier training stage: its length, and its settings that differ from those of the run."""
 
     steps: Integer | None = Field(None, ge=1, description="optimizer steps; set this or epochs")
     epochs: FiniteFloat | None = Field(
@@ -385,12 +385,12 @@ class StageSection(Section):
     )
     lr: FiniteFloat | None = Field(None, gt=0, description="peak learning rate; null: optim.lr")
     freeze: FreezeSetting = Field(
-        "none", description="like model.freeze; backbone: train only the head"
+        "none", description="same as model.freeze, for this stage; backbone: train only the head"
     )
     train: TrainTransformSpec | None = Field(
         None,
-        description="like data.train; with freeze=backbone and no random operation, features are "
-        "computed only once; null: data.train",
+        description="same as data.train, for this stage; null: data.train; with freeze=backbone "
+        "and no random operation, features are computed only once",
     )
 
     @classmethod
@@ -402,7 +402,7 @@ class StageSection(Section):
 
 
 class AsymmetricLossSection(Section):
-    """Asymmetric loss (Ridnik et al. 2021) for task multilabel."""
+    """Asymmetric loss (Ridnik et al. 2021) for data.task=multilabel."""
 
     gamma_neg: FiniteFloat = Field(4.0, ge=0, description="focusing parameter of negative labels")
     gamma_pos: FiniteFloat = Field(1.0, ge=0, description="focusing parameter of positive labels")
@@ -416,20 +416,22 @@ class OptimSection(Section):
 
     name: NonEmptyString = Field("adamw", description="a timm optimizer: sgd, adamw, adam, …")
     lr: FiniteFloat = Field(gt=0, description="peak learning rate")
-    momentum: FiniteFloat = Field(0.9, ge=0, lt=1, description="for optimizers that have it")
-    betas: AdamBetas | None = Field(None, description="null: the optimizer's default")
-    weight_decay: FiniteFloat = Field(0.0, ge=0, description="as the optimizer defines it")
+    momentum: FiniteFloat = Field(0.9, ge=0, lt=1, description="momentum, if the optimizer has it")
+    betas: AdamBetas | None = Field(None, description="Adam betas; null: the optimizer's default")
+    weight_decay: FiniteFloat = Field(
+        0.0, ge=0, description="weight decay, applied as the optimizer defines it"
+    )
     decay: Literal["matrices", "all"] = Field(
         "matrices",
-        description="which parameters to decay; matrices: all except biases, norms, position "
+        description="parameters with weight decay; matrices: all except biases, norms, position "
         "embeddings and class tokens",
     )
     layer_decay: FiniteFloat | None = Field(
         None,
         gt=0,
         le=1,
-        description="layer-wise learning rate decay: factor from each block (or stage) to the "
-        "one before it",
+        description="layer-wise learning rate decay: each block (or stage) has this factor times "
+        "the learning rate of the one after it",
     )
     schedule: Literal["constant", "linear", "cosine", "step"] = Field(
         "cosine", description="learning rate schedule after the warmup"
@@ -439,18 +441,20 @@ class OptimSection(Section):
         None, gt=0, description="passes over the data; set this or steps"
     )
     warmup_steps: Integer = Field(
-        0, ge=0, description="steps of linear warmup; limited to the length of the run"
+        0, ge=0, description="steps of linear warmup; at most the length of the run is used"
     )
-    warmup_epochs: FiniteFloat | None = Field(None, ge=0, description="instead of warmup_steps")
+    warmup_epochs: FiniteFloat | None = Field(
+        None, ge=0, description="warmup in epochs, instead of warmup_steps"
+    )
     warmup_lr: FiniteFloat = Field(0.0, ge=0, description="learning rate at the first warmup step")
     min_lr: FiniteFloat = Field(
         0.0, ge=0, description="final learning rate of schedules linear and cosine"
     )
     step_every: Integer | None = Field(
-        None, ge=1, description="steps between two decays of schedule step"
+        None, ge=1, description="steps between two decays, for schedule step"
     )
     step_factor: FiniteFloat = Field(
-        0.1, gt=0, le=1, description="factor of each decay of schedule step"
+        0.1, gt=0, le=1, description="factor of each decay, for schedule step"
     )
     clip_norm: FiniteFloat | None = Field(
         None, gt=0, description="clip the gradient to this norm; null: no clipping"
@@ -460,7 +464,7 @@ class OptimSection(Section):
     )
     class_weights: ClassWeights | None = Field(
         None,
-        description="class weights of the loss: {class: weight}, 1 for other classes, or "
+        description="class weights of the loss: {class: weight}, with 1 for all other classes, or "
         "balanced: images / (classes * images of the class), as in scikit-learn; null: all 1",
     )
     focal_gamma: FiniteFloat = Field(
@@ -479,8 +483,8 @@ class OptimSection(Section):
         None,
         ge=0,
         lt=1,
-        description="keep an exponential moving average (EMA) of the weights with this decay and "
-        "evaluate it",
+        description="decay of an exponential moving average (EMA) of the weights, which is then "
+        "evaluated and saved instead of the weights; null: no EMA",
     )
     args: KeywordArguments = Field({}, description="additional keyword arguments of the optimizer")
     stages: tuple[StageSection, ...] = Field(
@@ -524,22 +528,22 @@ class OptimSection(Section):
 
 
 class DistillSection(Section):
-    """A loss term that compares the model with a trained teacher on the same pixels."""
+    """Distillation: a loss term that compares the model with a teacher on the same images."""
 
     teacher: NonEmptyString = Field(
-        description="run directory, model folder, or any other name that model.name accepts; the "
-        "teacher is not trained"
+        description="the teacher: a run directory, model folder, or any other name that model.name "
+        "accepts; it is not trained"
     )
     kind: Literal["logits", "features"] = Field(
         "logits",
-        description="logits: match the teacher's softened probabilities; it must have the "
-        "classes of the data. features: match the direction of the vector that the teacher's "
-        "classifier reads, through a linear projection that is trained too and then discarded",
+        description="logits: match the teacher's softened probabilities; the teacher must have the "
+        "classes of the data. features: match the direction of the teacher's pre-logits, through "
+        "a linear projection that is trained with the model and discarded after training",
     )
     temperature: FiniteFloat | None = Field(
         None,
         gt=0,
-        description="divides the logits of teacher and student, for kind logits; null: 4",
+        description="softmax temperature of teacher and student, for kind logits; null: 4",
     )
     weight: FiniteFloat = Field(
         0.5,
@@ -551,7 +555,7 @@ class DistillSection(Section):
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature for kind logits, with the default filled in."""
+        """`temperature`, or its default of 4 if it is None."""
         return self.temperature or 4.0
 
     @classmethod
@@ -571,7 +575,8 @@ class RunSection(Section):
     seed: Integer = Field(0, ge=0, lt=2**32, description="seed of all random numbers")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="of the forward pass; auto: bf16 if the device computes it natively, else fp32",
+        description="precision of the forward pass; auto: bf16 if the device supports it natively, "
+        "else fp32",
     )
     eval_every: Integer | None = Field(
         None, ge=1, description="steps between evaluations; null: once per epoch"
@@ -585,22 +590,22 @@ class RunSection(Section):
     )
     best: Literal[SelectionMetric, "last"] = Field(
         "val.top1",
-        description="metric that selects the best checkpoint, the later one on a tie; default "
-        "for task multilabel: val.map, the mean average precision over classes; last: keep the "
-        "final weights, for validation splits too small for a reliable metric",
+        description="metric that selects the best checkpoint, on a tie the later one; last: use "
+        "the final weights, for validation splits too small for a reliable metric; the default "
+        "for data.task=multilabel is val.map, the mean average precision over classes",
     )
     patience: Integer | None = Field(
         None,
         ge=1,
-        description="early stopping: evaluations without improvement before the run stops; null: "
-        "never",
+        description="early stopping: number of evaluations without improvement after which the "
+        "run stops; null: no early stopping",
     )
     num_processes: Integer | None = Field(
-        None, ge=1, description="fail if the run has another number of processes; null: any number"
+        None, ge=1, description="required number of processes, else the run fails; null: any number"
     )
     threads: Integer | None = Field(None, ge=1, le=1024, description="CPU threads per process")
     timeout_seconds: FiniteFloat = Field(
-        1800.0, gt=0, description="how long to wait for other processes"
+        1800.0, gt=0, description="longest time to wait for other processes"
     )
     max_skipped: Integer = Field(
         10, ge=0, description="consecutive steps with a non-finite loss before the run fails"
@@ -608,13 +613,14 @@ class RunSection(Section):
     trackers: StringList = Field((), description="Accelerate trackers: tensorboard, …")
     test: StrictBool = Field(
         True,
-        description="evaluate the test split at the end; false while you still choose settings",
+        description="evaluate the test split at the end; set to false while choosing settings",
     )
     note: NonEmptyString | None = Field(
         None, description="what readers of the report must know first"
     )
     push_to: HubRepository | None = Field(
-        None, description="owner/name on the hub; checked before training, pushed to after training"
+        None,
+        description="Hub repository owner/name; checked before training, pushed to after training",
     )
     push_private: StrictBool = Field(False, description="create the push_to repository as private")
 
@@ -626,7 +632,7 @@ class RunSection(Section):
 
 
 class Claim(Section):
-    """A result that a source reports; the run checks it against its own."""
+    """A result that a source (such as a paper) reports; the run compares its own result with it."""
 
     metric: MetricName = Field(
         description="train, val or test, a dot, and top1, top5, loss, ece, balanced_accuracy, "
@@ -634,21 +640,19 @@ class Claim(Section):
         "epochs trained"
     )
     when: ClaimTime = Field(
-        "end", description="end, first, best, epoch N, or (for a trend) after epoch N"
+        "end", description="evaluation: end, first, best, epoch N, or (for a trend) after epoch N"
     )
     value: FiniteFloat | None = Field(None, description="reported value; accuracies as fractions")
     tolerance: FiniteFloat = Field(
         0.005, ge=0, description="largest difference from value that still meets the claim"
     )
-    between: NumberRange | None = Field(None, description="[lowest, highest]")
+    between: NumberRange | None = Field(None, description="reported range [lowest, highest]")
     trend: Literal["rising", "falling"] | None = Field(
-        None, description="direction over the evaluations"
+        None, description="direction of the metric over the evaluations"
     )
-    below: MetricName | None = Field(
-        None, description="another metric that must be higher than this one"
-    )
+    below: MetricName | None = Field(None, description="another metric that must be above this one")
     source: NonEmptyString = Field(description="where the claim is made: paper and table")
-    note: NonEmptyString | None = Field(None, description="what else a reader should know")
+    note: NonEmptyString | None = Field(None, description="additional note for readers")
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -724,14 +728,14 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _set_default_best(cls, values: Any) -> Any:
-        """Default run.best to val.map for task multilabel."""
+        """Default run.best to val.map for data.task=multilabel."""
         data, run = (values.get(name) or {} for name in ("data", "run"))
         if isinstance(data, dict) and isinstance(run, dict) and data.get("task") == "multilabel":
             return {**values, "run": {"best": "val.map", **run}}
         return values
 
     def to_yaml(self) -> str:
-        """Format the recipe as YAML with every key; loading that gives an equal recipe."""
+        """Format the recipe as YAML with every key; loading the YAML gives an equal recipe."""
         data = self.model_dump(exclude={"distill"} if self.distill is None else None)
         data["claims"] = [
             {key: item for key, item in claim.items() if item is not None}
@@ -743,7 +747,7 @@ class Recipe(Section):
 def _task_conflicts(
     data: Mapping[str, Any], optim: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterator[Conflict]:
-    """Yield conflicts of data.task with keys of other sections."""
+    """Yield conflicts between data.task and keys of other sections."""
     best = str(dict(values.get("run") or {}).get("best", ""))
     if data.get("task") != "multilabel":
         if optim.get("asymmetric_loss") is not None:

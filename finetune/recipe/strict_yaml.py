@@ -1,8 +1,9 @@
 """Safe, strict YAML for recipes, with the location of every value for error messages.
 
-The loader never constructs objects: it walks the node graph. It deviates from YAML 1.1 where that
-is surprising: `1e-3` is a number; `010`, `1:30` and dates are text; anchors, aliases and tags are
-errors. The dumper quotes text that this loader or a YAML 1.1 loader would not read as text.
+The loader converts the YAML node graph to plain data and never constructs other objects. It differs
+from YAML 1.1 where that is surprising: `1e-3` is a number; `010`, `1:30` and dates are text;
+anchors, aliases and tags are errors. The dumper quotes text that this loader or a YAML 1.1 loader
+would read as another type.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ __all__ = [
 
 KeyPath = tuple[str | int, ...]  # the path to a value: ("optim", "lr") or ("claims", 0, "value")
 
-MAX_BYTES = 1_000_000  # far above any recipe; do not parse a data file given by mistake
-MAX_DEPTH = 20  # the deepest recipe key is at level 4; args may nest further
+MAX_BYTES = 1_000_000  # far above any recipe; rejects data files given by mistake
+MAX_DEPTH = 20  # the deepest recipe key is at level 4; model.args may nest deeper
 MAX_NUMBER_LENGTH = 64
 
 _TAG = "tag:yaml.org,2002:"
@@ -50,24 +51,24 @@ _KEY_TYPE_NAMES = {"bool": "a boolean", "int": "a number", "float": "a number", 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where a value was written."""
+    """Where a value was written: a line of a file, or an override."""
 
     label: str  # "recipes/x.yaml:12" or "override 'optim.lr=3'"
-    sort_key: float  # the line, to list problems from top to bottom; overrides come last
-    raw_text: str | None = None  # as written, for a scalar
+    sort_key: float  # line number, to sort problems; infinity for overrides
+    raw_text: str | None = None  # text of a scalar as written; None for lists and mappings
 
 
 class Problem(NamedTuple):
     """One line of the final error message of a document."""
 
-    sort_key: float  # that of its location
+    sort_key: float  # sort_key of its SourceLocation
     text: str
     code: str  # error code of a RecipeError
 
 
 @dataclass
 class YamlDocument:
-    """The plain data of a recipe, with the location of every value and the problems so far."""
+    """Plain data of a recipe, with the location of every value and the problems found so far."""
 
     name: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -76,20 +77,20 @@ class YamlDocument:
     reported_keys: set[KeyPath] = field(default_factory=set)  # to report each value only once
 
     def location_of(self, key: KeyPath) -> SourceLocation:
-        """Find the location of a value or else of its nearest parent."""
+        """Return the location of a value, or of its nearest parent that has one."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.locations:
                 return self.locations[key[:end]]
         return SourceLocation(self.name, 0)
 
     def is_reported(self, key: KeyPath) -> bool:
-        """Return True if a value or one of its parents has been reported already."""
+        """True if a problem of a value or one of its parents was already reported."""
         return any(key[:end] in self.reported_keys for end in range(1, len(key) + 1))
 
     def add_problem(
         self, key: KeyPath, problem: str, *, code: str, line: int | None = None
     ) -> None:
-        """Add a problem of one value; `line` overrides the line of the value."""
+        """Add a problem of the value at `key`; `line` replaces the line of the value."""
         location = (
             self.location_of(key) if line is None else SourceLocation(f"{self.name}:{line}", line)
         )
@@ -109,13 +110,13 @@ class _UnsupportedYamlError(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Compose nodes only; reject anchors, aliases and deep nesting before they use resources."""
+    """Composes nodes only; rejects anchors, aliases and deep nesting while parsing."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        if getattr(event, "anchor", None):  # true for aliases, too
+        if getattr(event, "anchor", None):  # also set for aliases
             problem = (
                 "anchors and aliases (& and *) are not allowed; write the value out or quote it"
             )
@@ -130,13 +131,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write block style; the resolvers below make it quote text that reads as another type."""
+    """Writes block style; with the resolvers below, it quotes text that reads as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Loader.yaml_implicit_resolvers = {}  # replace those of YAML 1.1
+_Loader.yaml_implicit_resolvers = {}  # drop the resolvers of YAML 1.1
 for _name, _pattern, _first in (
     ("null", _NULL, ["~", "n", "N", ""]),
     ("bool", _BOOL, list("yYnNtTfFoO")),
@@ -150,7 +151,7 @@ for _name, _pattern, _first in (
 def read_recipe_text(path: str | Path) -> str:
     """Read the text of a recipe file.
 
-    Raises: RecipeError if it is not a readable UTF-8 file.
+    Raises: RecipeError if the path is not a readable UTF-8 file.
     """
     name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     if re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", name):
@@ -203,9 +204,11 @@ def parse_document(text: str, *, name: str) -> YamlDocument:
     """Parse YAML text into plain data with locations.
 
     Args:
+        text: the YAML text.
         name: name of the file in error messages.
-    Returns: the document; it collects problems of keys and tags, to raise with all others.
-    Raises: RecipeError if the text is empty, not YAML or not a mapping.
+    Returns: the document. Invalid keys and tags are collected in its `problems`, so that
+        `validate_document` can raise all problems together.
+    Raises: RecipeError if the text is empty, not valid YAML or not a mapping.
     """
     document = YamlDocument(name)
     node = _parse_node(text, name)
@@ -230,8 +233,8 @@ def parse_value(text: str) -> Any:
     """Parse the value of an override: a flow list, flow mapping, quoted text or scalar.
 
     Args:
-        text: the part after the equals sign. An unquoted scalar may contain ` #` and `: `, for
-            example in a path.
+        text: the text after the equals sign. Unlike in a YAML file, an unquoted scalar may contain
+            ` #` and `: `, for example in a path.
     Raises: RecipeError if a list, mapping or quoted text is not valid YAML.
     """
     text = text.strip()
@@ -249,7 +252,7 @@ def dump_yaml(data: dict[str, Any]) -> str:
     """Format plain data as YAML that `parse_document` reads back unchanged.
 
     Args:
-        data: dicts, lists, tuples and scalars.
+        data: nested dicts, lists, tuples and scalars; tuples become lists.
     """
     return yaml.dump(
         _tuples_to_lists(data),
@@ -281,7 +284,7 @@ def _parse_node(text: str, name: str) -> yaml.Node | None:
         line = text.count("\n", 0, error.position) + 1
         cause = f"character 0x{int(error.character):02x} is not text"
         raise RecipeError(
-            f"{name}:{line}: {cause}; save it as UTF-8", code="recipe.syntax"
+            f"{name}:{line}: {cause}; save the file as UTF-8", code="recipe.syntax"
         ) from None
     finally:
         if loader is not None:
@@ -289,7 +292,7 @@ def _parse_node(text: str, name: str) -> yaml.Node | None:
 
 
 def _to_plain_data(node: yaml.Node, key: KeyPath, document: YamlDocument) -> Any:
-    """Convert a node to plain data; add a problem to the document and return None if invalid."""
+    """Convert a node to plain data; if it is invalid, add a problem and return None."""
     kinds: dict[type[yaml.Node], tuple[str, ...]] = {
         yaml.MappingNode: ("map",),
         yaml.SequenceNode: ("seq",),

@@ -1,4 +1,4 @@
-"""Which recipe keys determine the trained weights, to compare and resume runs."""
+"""The recipe keys that determine the trained weights; used to compare and resume runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finetune.recipe.schema import Recipe
 
 __all__ = ["training_keys", "training_keys_without_seed"]
 
-# A resumed run may change these: they affect hardware use and records, not the trained weights.
+# Keys that a resumed run may change: they affect hardware use and logging, not the trained weights.
 _NON_TRAINING_KEYS: dict[str, Any] = {
     "claims": True,
     "data": {"micro_batch", "eval_batch_size", "keep", "workers", "unreadable"},
@@ -27,16 +27,16 @@ _NON_TRAINING_KEYS: dict[str, Any] = {
 
 
 def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the recipe's values that determine the trained weights, by section."""
+    """Return {section: {key: value}} of the keys that determine the trained weights."""
     sections: dict[str, dict[str, Any]] = recipe.model_dump(exclude=_NON_TRAINING_KEYS)
-    # The recipe in a run directory has keep or zeros instead of null, as resolved by the setup.
+    # In the recipe of a run directory, the training setup has replaced null by "keep" or "zeros".
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"
     sections["distill"] = sections["distill"] or {}
     return sections
 
 
 def training_keys_without_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return `training_keys` without the seed: equal for runs that differ only in their seed."""
+    """Return `training_keys` without run.seed; the result is equal for runs with other seeds."""
     sections = training_keys(recipe)
     del sections["run"]["seed"]
     return sections

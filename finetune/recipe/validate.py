@@ -1,7 +1,7 @@
 """Validate recipe data with pydantic, apply overrides, and explain every problem.
 
-This module is independent of the recipe schema: keys come from the pydantic model passed in and
-from `aliases.py`.
+This module does not depend on the recipe schema: it takes all keys from the pydantic model that the
+caller passes, and from `aliases.py`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TYPE_NAMES = {
 
 
 def section_classes(recipe_class: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the sections that are mappings, by name, without lists of sections."""
+    """Return {name: class} of all sections, except those that are lists of sections."""
     fields = recipe_class.model_fields
     annotations: dict[str, Any] = {
-        name: (*get_args(field.annotation), field.annotation)[0]  # of Section | None, take Section
+        name: (*get_args(field.annotation), field.annotation)[0]  # Section | None: take Section
         for name, field in fields.items()
         if get_origin(field.annotation) is not tuple
     }
@@ -53,11 +53,11 @@ def section_classes(recipe_class: type[BaseModel]) -> dict[str, type[BaseModel]]
 
 
 def apply_override(document: YamlDocument, override: str, recipe_class: type[BaseModel]) -> None:
-    """Apply one `section.key=value` to a document, or add a problem to it.
+    """Apply one override `section.key=value` to a document; if invalid, add a problem instead.
 
     Args:
-        document: the recipe; changed in place.
-        override: as written on the command line.
+        document: the parsed recipe; changed in place.
+        override: the override as written on the command line.
         recipe_class: the pydantic model of the recipe.
     """
     name, equals, text = override.partition("=")
@@ -102,7 +102,7 @@ def apply_override(document: YamlDocument, override: str, recipe_class: type[Bas
 
 
 def _discard_value(document: YamlDocument, parts: tuple[str, ...]) -> None:
-    """Remove the locations and problems of a value that an override replaces."""
+    """Forget the locations, and which problems were reported, of a value that is replaced."""
     for key in [key for key in document.locations if key[: len(parts)] == parts]:
         del document.locations[key]
     document.reported_keys = {key for key in document.reported_keys if key[: len(parts)] != parts}
@@ -111,7 +111,7 @@ def _discard_value(document: YamlDocument, parts: tuple[str, ...]) -> None:
 def check_override_conflicts(overrides: Iterable[str]) -> None:
     """Check that no override on a command line replaces an earlier one.
 
-    Raises: RecipeError that names both.
+    Raises: RecipeError naming both overrides.
     """
     earlier: dict[tuple[str, ...], str] = {}
     for override in overrides:
@@ -136,7 +136,7 @@ def validate_document(document: YamlDocument, recipe_class: type[T]) -> T:
     """Validate a document and return the recipe.
 
     Args:
-        document: the data with its locations and the problems found so far.
+        document: the parsed recipe with the problems found so far.
         recipe_class: the pydantic model to validate with.
     Raises: RecipeError with one line per problem, in the order of the file, and the code of the
         first problem.
@@ -148,7 +148,7 @@ def validate_document(document: YamlDocument, recipe_class: type[T]) -> T:
     except ValidationError as error:
         details = error.errors(include_url=False)
         parents = {tuple(d["loc"][:end]) for d in details for end in range(len(d["loc"]))}
-        # pydantic reports a list with wrong items as too short, too
+        # pydantic also reports a list with invalid items as too short; drop that error
         details = [d for d in details if d["type"] != "too_short" or d["loc"] not in parents]
         invalid_keys = {tuple(detail["loc"]) for detail in details if detail["type"] != "conflict"}
         intended_keys = _report_unknown_keys(document, details, recipe_class)
@@ -169,7 +169,7 @@ def validate_document(document: YamlDocument, recipe_class: type[T]) -> T:
 def _report_unknown_keys(
     document: YamlDocument, details: list[Any], recipe_class: type[BaseModel]
 ) -> set[KeyPath]:
-    """Report unknown keys. Returns: the keys that the user probably meant."""
+    """Report unknown keys. Returns: the valid keys that the user probably meant."""
     intended_keys: set[KeyPath] = set()
     for detail in details:
         if detail["type"] != "extra_forbidden":
@@ -209,7 +209,7 @@ def _report_missing_key(
 
 def _report_wrong_value(document: YamlDocument, key: KeyPath, detail: Any) -> None:
     while key and not _has_value(document.data, key):
-        key = key[:-1]  # pydantic appends the type of a value to its path
+        key = key[:-1]  # for unions, pydantic appends the type to the path
     if document.is_reported(key):
         return
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
@@ -225,7 +225,7 @@ def _report_wrong_value(document: YamlDocument, key: KeyPath, detail: Any) -> No
         expected = context["expected"]
         choices = re.findall(r"'([^']*)'", expected)
     elif kind in _BOUNDS:
-        # write integer bounds in full: 4294967296, not 4.29497e+09
+        # format integer bounds in full: 4294967296, not 4.29497e+09
         bound = {name: f"{int(x) if x == int(x) else x}" for name, x in context.items()}
         expected = "a number " + _BOUNDS[kind].format(**bound)
     else:
@@ -241,7 +241,7 @@ def _report_wrong_value(document: YamlDocument, key: KeyPath, detail: Any) -> No
 def _report_conflicts(
     document: YamlDocument, recipe_class: type[BaseModel], failed: set[KeyPath]
 ) -> None:
-    """Report conflicts between values that are valid separately."""
+    """Report conflicts between keys whose values are valid on their own."""
     data = document.data
     for path, values in _iter_sections((), data, recipe_class):
         model: Any = _section_class_at(path, recipe_class)
@@ -257,7 +257,7 @@ def _report_conflicts(
 def _iter_sections(
     path: KeyPath, values: Any, model: Any
 ) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Yield all sections of a document with their paths, including nested ones and list items."""
+    """Yield (path, values) of all sections, including nested sections and items of lists."""
     if isinstance(values, dict):
         yield path, values
         for name, field in model.model_fields.items():
@@ -294,11 +294,11 @@ def _suggest_key_of_any_section(name: str, sections: dict[str, type[BaseModel]])
 
 
 def _section_class_at(key: KeyPath, recipe_class: type[BaseModel]) -> type[BaseModel]:
-    """Find the class of a section, or of one item in a list of sections."""
+    """Return the class of the section at `key`, or of one item in a list of sections."""
     for part in key:
-        if isinstance(part, str):  # else an index in a list of sections
+        if isinstance(part, str):  # not an index into a list of sections
             kind: Any = recipe_class.model_fields[part].annotation
-            while get_origin(kind):  # list of sections, or Section | None
+            while get_origin(kind):  # unwrap tuple[Section, ...] and Section | None
                 kind = get_args(kind)[0]
             recipe_class = kind
     return recipe_class
@@ -314,7 +314,7 @@ def _has_value(tree: Any, key: KeyPath) -> bool:
 
 
 def _format_value(value: Any, written: str | None) -> str:
-    """Format a value as the user wrote it; for booleans, add how YAML reads it."""
+    """Format a value for an error message; say that YAML reads yes, no, on and off as booleans."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

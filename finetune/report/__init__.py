@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: one for a run, and one that compares runs."""
+"""Self-contained HTML pages: a report of one run, and a comparison of several runs."""

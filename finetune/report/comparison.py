@@ -1,4 +1,4 @@
-"""Rows for the sections of a comparison page: recipes, runs and claims."""
+"""Build the table rows of a comparison page: recipes, runs and claims."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _CLASSIFICATION_METRICS = {
     **{"loss": "loss", "ece": "ECE"},
 }
 _MULTILABEL_METRICS = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1", "loss": "loss"}
-_MAX_NAME_LENGTH = 60  # characters of a recipe's name with its distinguishing settings
+_MAX_NAME_LENGTH = 60  # max characters of a recipe's name with the settings that distinguish it
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Refuse to compare single-label with multi-label runs: they have no metric in common."""
+    """Raise RecipeError for a mix of single-label and multi-label runs: they share no metric."""
     if len({run.is_multilabel for run in runs}) > 1:
         multilabel_path, single_label_path = (
             next(run.path for run in runs if run.is_multilabel is is_multilabel)
@@ -63,21 +63,21 @@ def check_comparable(runs: Sequence[Run]) -> None:
         )
         raise RecipeError(
             f"report: {multilabel_path} is multi-label and {single_label_path} is single-label, so "
-            "they have no metric in common; give runs of one kind",
+            "they have no metric in common; give only single-label or only multi-label runs",
             code="recipe.conflict",
         )
 
 
 @dataclass(frozen=True)
 class RecipeGroup:
-    """Runs of one recipe that differ only in the seed."""
+    """Runs of one recipe, with different seeds."""
 
     name: str
     runs: list[Run]
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[RecipeGroup]:
-    """Group runs that differ only in the seed, in the order of the runs."""
+    """Group runs whose recipes differ only in the seed; keeps the order of the runs."""
     by_recipe: dict[str, list[Run]] = {}
     for run in runs:
         recipe = json.dumps(training_keys_without_seed(run.recipe), sort_keys=True, default=str)
@@ -94,7 +94,7 @@ def group_by_recipe(runs: Sequence[Run]) -> list[RecipeGroup]:
 
 
 def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
-    """Name recipes of the same name by as few differing settings as possible, else by numbers."""
+    """Make equal recipe names unique by adding as few settings as possible, else a number."""
     name = groups[0].name
     if len(groups) == 1:
         return [name]
@@ -110,7 +110,7 @@ def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
 
 
 def unique_run_names(runs: Sequence[Run]) -> list[str]:
-    """Return the folder names of runs, with as many parent folders as make them unique."""
+    """Return the folder names of runs, with as many parent folders as needed to be unique."""
     paths = [run.path.resolve().parts for run in runs]
     names = []
     for parts in paths:
@@ -125,7 +125,7 @@ def unique_run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _common_name(names: list[str]) -> str:
-    """Return the common prefix of the names of a group's runs: nano-s0, nano-s1 → nano."""
+    """Return the common prefix of run names, without the seed: nano-s0, nano-s1 → nano."""
     common_chars = itertools.takewhile(
         lambda chars: len(set(chars)) == 1, zip(*names, strict=False)
     )
@@ -134,12 +134,12 @@ def _common_name(names: list[str]) -> str:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Find recipe keys in which runs differ, except the seed. Returns: (key, value of each run)."""
+    """Find recipe keys that differ between runs, except seeds. Returns: (key, values by run)."""
     return differing_settings([run.recipe for run in runs])
 
 
 def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
-    """Find keys in which recipes differ, except the seed. Returns: (key, value of each recipe)."""
+    """Find keys that differ between recipes, except seeds. Returns: (key, values by recipe)."""
     resolved = [training_keys_without_seed(recipe) for recipe in recipes]
     differing = []
     for section in resolved[0] if resolved else ():
@@ -157,10 +157,10 @@ def _format_setting(value: Any) -> str:
 
 
 def metric_columns(runs: Sequence[Run]) -> list[Column]:
-    """Select the metric columns of the tables; at least one run has each metric.
+    """Select the metric columns of the tables; metrics that no run has are dropped.
 
-    These are all metrics of test and the primary metric of validation. If a finished run has no
-    test metrics, the validation metrics come first, because all runs have them.
+    The columns are all test metrics, then the primary validation metric. If a finished run has no
+    test metrics, they are all validation metrics, then all test metrics.
     """
     headers = (
         _MULTILABEL_METRICS if any(run.is_multilabel for run in runs) else _CLASSIFICATION_METRICS
@@ -178,7 +178,7 @@ def metric_columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def _mean_cell(cells: list[Row], *, is_percent: bool) -> Row:
-    """Build the cell of several runs: mean ± standard deviation, or the cell of a single run."""
+    """Merge the cells of several seeds into mean ± standard deviation; a single cell is kept."""
     if len(cells) == 1:
         return cells[0]
     if not cells:
@@ -196,14 +196,15 @@ def _mean_cell(cells: list[Row], *, is_percent: bool) -> Row:
 def group_rows(
     groups: Sequence[RecipeGroup], columns: Sequence[Column]
 ) -> tuple[list[Row], tuple[str, str] | None]:
-    """Build a row per recipe: mean ± standard deviation, n, and the positions of its runs.
+    """Build a row per recipe: mean ± standard deviation over seeds, n, and a dot plot of the runs.
 
-    Runs of the same seed are repetitions: only the first one counts, and "twins" lists them.
+    If several runs have the same seed, only the first one counts; the note "twins" lists these
+    seeds.
 
     Args:
-        columns: of `metric_columns`; the accuracy in the first column sets the scale.
-    Returns: a row per recipe, with "dots" in percent of the scale; and the ends of the scale, None
-        if no accuracy was measured.
+        columns: the result of `metric_columns`; the dot plot shows the first column.
+    Returns: a row per recipe, with the positions of "dots" in percent of the plot's width; and the
+        labels of the plot's ends, None if no run has a value.
     """
     scale_split, scale_key = (
         columns[0][:2] if columns and columns[0][1] in ("top1", "map") else ("", "")
@@ -218,7 +219,7 @@ def group_rows(
     }
     low = min((min(row) for row in values.values() if row), default=0.0)
     high = max((max(row) for row in values.values() if row), default=1.0)
-    # round the scale to steps of 5 %, so its ends have short labels
+    # round the ends of the dot plot to multiples of 5 %, for short labels
     low, high = math.floor(low * 20) / 20, math.ceil(high * 20) / 20
     width = high - low or 1.0
     rows = []
@@ -274,7 +275,7 @@ def run_rows(
 
 
 def _metric_cell(run: Run, split: str, key: str) -> Row:
-    """Build a cell: "text", "value", "interval" of an accuracy on few images, "is_too_few"."""
+    """Build a cell: "text", "value", "interval" (for an accuracy on few images), "is_too_few"."""
     metrics = run.metrics(split) if key != "top5" or run.has_top5 else {}
     value, num_images = metrics.get(key), metrics.get("examples")
     if not key.startswith("top"):
@@ -294,7 +295,7 @@ def _metric_cell(run: Run, split: str, key: str) -> Row:
 
 
 def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:
-    """List each claim once, with the result of every run (None for a run without the claim)."""
+    """Build a row per distinct claim, with the result of each run (None without that claim)."""
     claims: dict[tuple[str, ...], Row] = {}
     for place, run in enumerate(runs):
         for row in claim_rows(run):

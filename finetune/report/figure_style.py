@@ -1,7 +1,7 @@
 """Style of plots: colors by role, matplotlib settings, and output as PNG or inline SVG.
 
-Each color has a role. A PNG uses the colors of the light theme. `to_svg` replaces each color by a
-CSS variable, which the page defines for the light and the dark theme.
+Each color has a role, such as "train". PNGs use the colors of the light theme. `to_svg` replaces
+each color by a CSS variable, which the page defines for its light and dark theme.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"
-# matplotlib writes one `font` property or, since 3.10, several properties
+# matplotlib < 3.10 writes a single `font` property, later versions several properties
 _FONT = re.compile(r"font: ([^;]*?)([\d.]+)px[^;]*")
 _FAMILY = re.compile(r"font-family: [^;]*;? ?")
 MAX_LABEL_LENGTH = 18
 
-# Blue and orange differ for every kind of color vision; so do neighboring series colors.
+# Blue and orange, and neighboring series colors, are distinguishable with color blindness.
 COLORS = {
     "ink": "#1d232b",
     "muted": "#5c6774",
@@ -70,7 +70,7 @@ COLORS = {
 SERIES_COLORS = tuple(f"c{number}" for number in range(1, 9))
 _CSS_VARIABLES = {color: f"var(--{role})" for role, color in COLORS.items()}
 
-_DPI = 72  # one point is one pixel of the page
+_DPI = 72  # so that one point is one pixel of the page
 _RC_PARAMS: Any = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, so a PNG is the same everywhere
     "font.size": 12.5,
@@ -101,15 +101,15 @@ _RC_PARAMS: Any = {
     "legend.labelcolor": COLORS["muted"],
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "finetune",  # the same figure gives the same bytes
+    "svg.fonttype": "none",  # keep text as <text>, not as paths
+    "svg.hashsalt": "finetune",  # fixed, so that ids are deterministic
     "figure.dpi": _DPI,
 }
 
 
 @contextlib.contextmanager
 def matplotlib_style() -> Iterator[None]:
-    """Use our settings instead of a user's matplotlibrc; ignore warnings about missing glyphs."""
+    """Use our rcParams instead of the user's matplotlibrc; ignore warnings about missing glyphs."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph")
         warnings.filterwarnings("ignore", message="(?s).*does not currently support")  # scripts
@@ -119,7 +119,7 @@ def matplotlib_style() -> Iterator[None]:
 
 
 def shorten_label(text: str, max_length: int = MAX_LABEL_LENGTH) -> str:
-    """Return one line of printable text of at most `max_length` characters, for a plot label."""
+    """Reduce a text to one printable line of at most `max_length` characters, for a plot label."""
     shown = "".join(
         char if unicodedata.category(char)[0] != "C" or char in "\u200c\u200d" else " "
         for char in str(text).encode("utf-8", "replace").decode()
@@ -129,7 +129,7 @@ def shorten_label(text: str, max_length: int = MAX_LABEL_LENGTH) -> str:
 
 
 def create_figure(width: float, height: float) -> Figure:
-    """Create a figure of this size in pixels, without pyplot; the layout fits the labels."""
+    """Create a figure without pyplot, with width and height in pixels and a constrained layout."""
     layout = ConstrainedLayoutEngine(w_pad=8 / _DPI, h_pad=8 / _DPI)
     figure = Figure(figsize=(width / _DPI, height / _DPI), layout=layout)
     FigureCanvasAgg(figure)
@@ -154,7 +154,7 @@ def create_panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def write_empty_note(axes: Axes, text: str) -> None:
-    """Write into the middle of empty axes why they are empty."""
+    """Write a note into the middle of empty axes: why they are empty."""
     axes.text(
         *(0.5, 0.5, text), transform=axes.transAxes, ha="center", va="center", c=COLORS["muted"]
     )
@@ -175,7 +175,7 @@ def add_legend(axes: Axes) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG on white; the same figure gives the same bytes.
+    """Write a figure as PNG with a white background; the bytes are deterministic.
 
     Raises: SetupError if the disk is full or the folder cannot be written.
     """
@@ -188,12 +188,12 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def to_svg(figure: Figure) -> str:
-    """Render a figure as an `<svg>` element for an HTML page; its title is the figure's label.
+    """Render a figure as an inline `<svg>` element for an HTML page.
 
-    Text stays text in the font of the page, colors become CSS variables, and the background is
-    transparent.
+    Text stays text, in the font of the page; colors become CSS variables; the background is
+    transparent; the label of the figure becomes the `<title>`.
 
-    Returns: the element; the same figure gives the same text.
+    Returns: the element as text, which is deterministic.
     """
     stream = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -218,7 +218,7 @@ def to_svg(figure: Figure) -> str:
 
 
 def _apply_page_style(root: ET.Element, prefix: str) -> None:
-    """Replace colors by CSS variables, use the page's font, and make ids unique to the figure."""
+    """Replace colors by CSS variables, use the page's font, and add `prefix` to all ids."""
     used = set()
     for element in root.iter():
         for value in element.attrib.values():
@@ -243,6 +243,6 @@ def _apply_page_style(root: ET.Element, prefix: str) -> None:
 
 
 def _page_font(font: re.Match[str]) -> str:
-    """Keep the size and weight of a font; its family is the page's."""
+    """Keep size and weight of a CSS font, and drop its family, so the page's font is used."""
     weight = "; font-weight: 600" if re.search(r"bold|[67]00", font[1]) else ""
     return f"font-size: {font[2]}px{weight}"

@@ -1,4 +1,4 @@
-"""Write the HTML page of a run, or a page that compares runs, as one self-contained file."""
+"""`finetune report`: write the HTML page of a run, or of a comparison, as a single file."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ from finetune.report.thumbnails import (
 
 __all__ = ["write_comparison", "write_report_pages", "write_run_report"]
 
-_VERSION = sys.modules["finetune"].__version__  # not imported: the package imports from here
+_VERSION = sys.modules["finetune"].__version__  # avoids a circular import
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 _CALIBRATION_TITLE = "Accuracy by confidence"
-_MAX_MATRIX_WIDTH_PIXELS = 540  # of a matrix that fits next to a calibration diagram
+_MAX_MATRIX_WIDTH_PIXELS = 540  # a wider confusion matrix has no diagram next to it
 
 # XML and HTML forbid these, but file names may contain them
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
@@ -77,14 +77,17 @@ _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{12,}")
 
 
 def write_report_pages(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
-    """Write a page for each run and, for several runs, a page that compares them.
+    """Write report.html for each run and, for several runs, a comparison page.
 
     Args:
         runs: run directories, finished or not.
-        out: file or folder of the page or, for several runs, of the comparison page. The default is
-            RUN/report.html, and comparison.html in the common parent folder of the runs.
-    Returns: "reports", the paths of the pages, and "comparison", a path or None.
-    Raises: RecipeError if a path is not a run directory; CheckpointError if its files are damaged.
+        out: file or folder for the page of a single run, or for the comparison page of several
+            runs. By default, the pages are RUN/report.html, and comparison.html in the common
+            parent folder of the runs.
+    Returns: a dict with keys "reports" (the paths of the pages) and "comparison" (a path, or None
+        for a single run).
+    Raises: RecipeError if a path is not a run directory; CheckpointError if a file of a run is
+        damaged.
     """
     paths = list(dict.fromkeys(Path(run) for run in runs))
     loaded_runs = [read_run(path) for path in paths]  # read all runs before writing anything
@@ -105,10 +108,10 @@ def write_run_report(run: Path, *, split: Split | None = None) -> Path:
 
     Args:
         run: the run directory, finished or not.
-        split: the reported split (test or else validation), if it is open already; otherwise the
-            recipe's source is opened.
+        split: the reported split (test, or val without a test split) if it is already open; None
+            opens it from the recipe's data source.
     Returns: path of the page.
-    Raises: as `write_report_pages`.
+    Raises: same as `write_report_pages`.
     """
     run = Path(run)
     return _write_run_page(read_run(run), run / REPORT_FILE, split)
@@ -119,9 +122,9 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
     Args:
         runs: run directories.
-        out: the file.
+        out: path of the page.
     Returns: `out`.
-    Raises: as `write_report_pages`.
+    Raises: same as `write_report_pages`.
     """
     loaded_runs = [read_run(Path(run)) for run in runs]
     check_comparable(loaded_runs)
@@ -129,7 +132,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _resolve_output_file(out: str | None, name: str, folder: Path) -> Path:
-    """Return the file to write: `out` itself, or `name` in it if it is a folder."""
+    """Return the file to write: `out`, `out`/`name` if it is a folder, else `folder`/`name`."""
     if out is None:
         return folder / name
     path = Path(out)
@@ -153,7 +156,7 @@ def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
     split_name = run.reported_split
     matrix, classes = parse_confusion_matrix(run.metrics(split_name)), class_rows(run, split_name)
     rendered = {**_confusion_section(run, matrix), **_calibration_section(run, split_name)}
-    # put a single diagram next to a small matrix
+    # put a single calibration diagram next to a small confusion matrix
     is_diagram_beside = (
         len(rendered["diagrams"]) == 1
         and 0 < rendered["matrix_width"][1] <= _MAX_MATRIX_WIDTH_PIXELS
@@ -204,7 +207,7 @@ def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
 
 
 def _curve_svgs(run: Run) -> list[str]:
-    """Plot each curve as its own small figure, to stay readable on a phone."""
+    """Plot each curve as a separate small figure, to stay readable on a phone."""
     if not run.history:
         return []
     steps_per_epoch, range_test = run.steps_per_epoch, lr_range_test(run)
@@ -218,7 +221,7 @@ def _curve_svgs(run: Run) -> list[str]:
 
 
 def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, Any]:
-    """Render the confusion matrix with its minimum and maximum width in pixels, and a note."""
+    """Render the confusion matrix, with its minimum and maximum width in pixels and a note."""
     if matrix is None or not matrix.num_classes:
         return {"matrix": "", "matrix_width": (0, 0), "matrix_note": ""}
     figure = plots.plot_confusion_matrix(matrix, run.class_names)
@@ -231,14 +234,14 @@ def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, An
             f"{matrix.num_classes} classes: the color shows the square root of the share of the "
             "true class, so rare confusions are visible; not every class is labeled."
         )
-    # keep the counts readable: a phone scrolls sideways
+    # a minimum width keeps the counts readable; a phone then scrolls sideways
     min_width = min(width, 110 + 34 * matrix.num_classes, 600)
     svg = to_svg(figure)
     return {"matrix": svg, "matrix_width": (min_width, width), "matrix_note": note}
 
 
 def _calibration_section(run: Run, split: str) -> dict[str, Any]:
-    """Plot the reliability diagrams, before and after temperature scaling if both are known."""
+    """Plot the reliability diagram; with a fitted temperature, before and after scaling."""
     results = run.metrics(split)
     calibrated = get_dict(results, "calibrated")
     before, after = calibration_bins(results), calibration_bins(calibrated)

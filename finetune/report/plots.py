@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 _PERCENT_FORMATTER = FuncFormatter(lambda share, _: f"{100 * share:g} %")
-_HEATMAP_COLOR = "#3b82d0"  # visible on white and on black: a page cannot recolor an image
+_HEATMAP_COLOR = "#3b82d0"  # visible on white and black; CSS cannot recolor a raster image
 _LINE_STYLES = ("-", "--", ":", "-.")  # for more series than colors
-_PANELS = {  # key of a log line: title, color of the training line
+_PANELS = {  # key in metrics.jsonl: (title, color role of the training curve)
     "loss": ("Loss", "train"),
     "top1": ("Top-1 accuracy", "train"),
     "map": ("Mean average precision", "train"),
@@ -51,10 +51,10 @@ _PANELS = {  # key of a log line: title, color of the training line
 }
 _EVALUATED_METRICS = ("loss", "top1", "map")
 _TOO_SHORT_TEXT = "too short to plot: one point"
-MAX_CLASSES_WITH_COUNTS = 20  # with more classes, the counts in the cells would be unreadable
+MAX_CLASSES_WITH_COUNTS = 20  # with more classes, counts in the cells would be unreadable
 _MAX_CLASS_LABELS = 25
-_MAX_HEATMAP_CELLS = 400  # per side of the image
-_MAX_POINTS = 600  # per line; longer ones are averaged
+_MAX_HEATMAP_CELLS = 400  # per side of the heatmap
+_MAX_POINTS = 600  # per curve; longer curves are averaged
 
 
 def plot_curves(
@@ -68,9 +68,9 @@ def plot_curves(
 
     Args:
         history: the lines of metrics.jsonl; values may be missing or not finite.
-        results: its "best_step" is marked; may be empty.
-        keys: a selection of `curve_keys`; None for all.
-        steps_per_epoch: printed below the axis if it is known.
+        results: the content of results.json, to mark "best_step"; may be empty.
+        keys: the curves to plot, from `curve_keys`; None plots all.
+        steps_per_epoch: optimizer steps per epoch, for the axis label; None if unknown.
     """
     keys = curve_keys(history) if keys is None else keys
     with matplotlib_style():
@@ -91,7 +91,7 @@ def plot_curves(
 
 
 def curve_keys(history: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the keys of log lines that have a curve, with "top1" or, for multi-label, "map"."""
+    """Return the metrics to plot as curves, with "top1" or, for multi-label, "map"."""
     metric = primary_metric({key for line in history for key in line})
     return ("loss", metric, "lr", "images_per_second")
 
@@ -146,11 +146,11 @@ def _format_axes(axes: Axes, key: str, title: str, steps_per_epoch: float | None
 
 
 def plot_lr_range_test(points: Sequence[tuple[float, float]], chosen: float) -> Figure:
-    """Plot a learning-rate range test.
+    """Plot an LR range test.
 
     Args:
-        points: pairs of learning rate and smoothed loss.
-        chosen: the learning rate of the run.
+        points: pairs (learning rate, smoothed loss).
+        chosen: the learning rate that the run used.
     """
     with matplotlib_style():
         figure, (axes,) = create_panels(1, 1)
@@ -173,13 +173,13 @@ def plot_run_comparison(
     key: str = "top1",
     split: str = "val",
 ) -> Figure:
-    """Plot one metric of several runs on the same axes.
+    """Plot a metric of several runs on the same axes.
 
     Args:
         named_histories: (name, lines of metrics.jsonl) of each run; runs of the same name, such as
             the seeds of one recipe, share a color and a legend entry.
-        key: one of `curve_keys`.
-        split: train or val.
+        key: a metric, from `curve_keys`.
+        split: "train" or "val".
     """
     with matplotlib_style():
         figure, (axes,) = create_panels(1, 1)
@@ -216,12 +216,12 @@ def plot_run_comparison(
 def plot_confusion_matrix(
     matrix: ConfusionMatrix | Sequence[Sequence[int]], class_names: Sequence[str]
 ) -> Figure:
-    """Plot a confusion matrix; the color of a cell is its share of the true class (the row).
+    """Plot a confusion matrix, colored by the share of the true class (row-normalized).
 
     Args:
-        matrix: K x K counts, a row per true class and a column per predicted class. Beyond 1,000
-            classes, only the 20 most confused ones are drawn.
-        class_names: of the K classes; long names are shortened.
+        matrix: K x K counts, with a row per true class and a column per predicted class. With more
+            than 1,000 classes, only the 20 most confused ones are drawn.
+        class_names: names of the K classes; long names are shortened.
     """
     confusion = (
         matrix if isinstance(matrix, ConfusionMatrix) else ConfusionMatrix.from_dense(matrix)
@@ -266,7 +266,7 @@ def plot_confusion_matrix(
 
 
 def _draw_count_cells(axes: Axes, counts_KK: np.ndarray, shares_KK: np.ndarray) -> None:
-    """Draw a square with its count for each cell."""
+    """Draw each cell as a square with its count."""
     num_classes = len(counts_KK)
     max_digits = max(len(f"{count:.0f}") for count in counts_KK.flat) if num_classes else 1
     font_size = min(11.5, 600 / num_classes / max_digits / 0.85)
@@ -291,13 +291,13 @@ def _draw_count_cells(axes: Axes, counts_KK: np.ndarray, shares_KK: np.ndarray) 
 
 
 def _draw_heatmap(axes: Axes, counts_KK: np.ndarray, shares_KK: np.ndarray) -> None:
-    """Draw the square roots of the shares as an image, so small off-diagonal shares show up."""
+    """Draw the shares as a heatmap, with square roots to make small off-diagonal shares visible."""
     num_classes = len(shares_KK)
     block_size = math.ceil(num_classes / _MAX_HEATMAP_CELLS)
     padding = -num_classes % block_size
     padded_shares = np.pad(shares_KK, (0, padding))
     side = len(padded_shares) // block_size
-    # the maximum of each block: a mean would hide single confusions
+    # downsample by the maximum of each block, because a mean would hide single confusions
     max_shares = padded_shares.reshape(side, block_size, side, block_size).max((1, 3))
     rgba = np.zeros((side, side, 4))
     rgba[..., :3] = to_rgb(_HEATMAP_COLOR)
@@ -317,10 +317,11 @@ def plot_reliability_diagram(
     """Plot accuracy over confidence, with the number of images in each bin below.
 
     Args:
-        bins: "low", "high", "count", "accuracy" and "confidence" of each; the last two are None
-            in an empty bin.
-        calibrated_bins: the same after temperature scaling, for a second diagram next to it.
-        title: instead of "Calibration" or, for two diagrams, "Before temperature scaling".
+        bins: calibration bins, each a dict with keys "low", "high", "count", "accuracy" and
+            "confidence"; the last two are None in an empty bin.
+        calibrated_bins: bins after temperature scaling, for a second diagram; None draws only one.
+        title: title of the first diagram; None uses "Calibration" or, for two diagrams, "Before
+            temperature scaling".
     """
     diagrams = [
         (title or ("Before temperature scaling" if calibrated_bins else "Calibration"), bins)
@@ -391,9 +392,9 @@ def _is_finite_number(value: Any) -> bool:
 def _metric_series(
     history: Sequence[Mapping[str, Any]], split: str, key: str
 ) -> tuple[list[float], list[float]]:
-    """Return steps and values of one line, without missing ones; average neighbors if too long."""
+    """Return steps and values of a curve, without missing values; averaged if it is too long."""
     value_at_step = {
-        line["step"]: line[key]  # the last line of a step wins
+        line["step"]: line[key]  # a later line of the same step wins
         for line in history
         if line.get("split") == split
         and _is_finite_number(line.get("step"))

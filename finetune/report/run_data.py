@@ -37,7 +37,7 @@ __all__ = [
 
 
 TRAINING_IMAGES_FILE = "training_images.json"  # written at the end of a run
-SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # on a page
+SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # names on the page
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Run:
 
     Attributes:
         path: the run directory.
-        record: run.json.
-        recipe: with every key resolved.
-        history: the lines of metrics.jsonl; empty if the file does not exist.
-        results: results.json; empty for an unfinished run.
-        class_names: in the order of the logits; numbers for classes without a name.
-        training_images: training_images.json; empty if it was not written.
+        record: content of run.json.
+        recipe: the recipe, with every key resolved.
+        history: lines of metrics.jsonl; empty if the file does not exist.
+        results: content of results.json; empty for an unfinished run.
+        class_names: class names in the order of the logits; numbers for classes without a name.
+        training_images: content of training_images.json; empty if it was not written.
     """
 
     path: Path
@@ -69,22 +69,22 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan in run.json."""
+        """The training plan that `train` recorded in run.json."""
         return get_dict(self.record, "plan")
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Optimizer steps per epoch; None without a plan."""
+        """Optimizer steps per epoch; None if run.json has no training plan."""
         return as_finite_number(self.plan.get("steps_per_epoch"))
 
     @property
     def num_classes(self) -> int:
-        """The number of classes; 0 if neither plan nor model exists yet."""
+        """The number of classes; 0 if unknown, because the run has neither plan nor model yet."""
         return int(as_finite_number(self.plan.get("classes")) or len(self.class_names))
 
     @property
     def has_top5(self) -> bool:
-        """False if top-5 accuracy is always 1, with five classes or fewer."""
+        """False for five classes or fewer, whose top-5 accuracy is always 1."""
         return not 0 < self.num_classes <= 5
 
     @property
@@ -94,15 +94,15 @@ class Run:
 
     @property
     def reported_split(self) -> str:
-        """The split that the page reports: test, or val if test was not measured."""
+        """The split that the page reports: test, or val if the run has no test metrics."""
         return "test" if self.metrics("test") else "val"
 
     def metrics(self, split: str) -> dict[str, Any]:
-        """Return the final metrics of a split; empty if it was not measured."""
+        """Return the final metrics of a split; an empty dict if it was not evaluated."""
         return get_dict(self.results, split)
 
     def class_name(self, index: Any) -> str:
-        """Return the name of a class index, or its number; for a list, all names."""
+        """Return the name of a class index (or of several), or the index if it has no name."""
         if isinstance(index, list):
             return ", ".join(map(self.class_name, index)) or "none"
         known = isinstance(index, int) and 0 <= index < len(self.class_names)
@@ -110,7 +110,7 @@ class Run:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a path is a run directory. Raises: RecipeError if it is not."""
+    """Raise RecipeError if a path is not a run directory."""
     if not (path / "run.json").is_file() or not (path / "recipe.yaml").is_file():
         problem, code = "does not exist", "recipe.not_found"
         if path.exists():
@@ -123,7 +123,7 @@ def check_run_directory(path: Path) -> None:
 def read_run(path: Path) -> Run:
     """Read a run directory.
 
-    Raises: RecipeError if it is not a run directory; CheckpointError if one of its files is
+    Raises: RecipeError if `path` is not a run directory; CheckpointError if one of its files is
         damaged, or the run has no metrics yet.
     """
     check_run_directory(path)
@@ -132,14 +132,14 @@ def read_run(path: Path) -> Run:
     for split in ("val", "test", "train"):
         if not isinstance(results.get(split), (dict, type(None))):
             raise CheckpointError(
-                f"{path / 'results.json'}: '{split}' holds no metrics; {_RESTORE_HINT}",
+                f"{path / 'results.json'}: '{split}' contains no metrics; {_RESTORE_HINT}",
                 code="checkpoint.damaged",
             )
     history = _read_metrics_log(path / "metrics.jsonl")
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(
-            f"{path}: has no metrics yet (status: {status}); continue the run with --resume",
+            f"{path}: the run has no metrics yet (status: {status}); continue it with --resume",
             code="checkpoint.not_finished",
         )
     names = _read_json(path / "model" / "config.json").get("label_names")
@@ -149,7 +149,7 @@ def read_run(path: Path) -> Run:
         for split in ("val", "test")
         for key in ("confusion", "per_class")
     ]
-    # number the classes of a model without names
+    # use numbers for classes without a name
     names += [str(index) for index in range(len(names), max(class_counts))]
     recipe, training_images = (
         load_recipe(path / "recipe.yaml"),
@@ -162,7 +162,7 @@ _RESTORE_HINT = "restore it from a copy, or continue the run with --resume"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file does not exist."""
+    """Read a JSON object from a file; an empty dict if the file does not exist."""
     try:
         content = json.loads(read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
@@ -173,13 +173,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path}: holds no JSON object; {_RESTORE_HINT}", code="checkpoint.damaged"
+            f"{path}: contains no JSON object; {_RESTORE_HINT}", code="checkpoint.damaged"
         )
     return content
 
 
 def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl; a kill may have truncated the last one."""
+    """Read the lines of metrics.jsonl; skip a last line that a kill truncated."""
     try:
         rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode().splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -198,20 +198,20 @@ def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
             lines.append(line)
         elif line_number < len(rows):
             raise CheckpointError(
-                f"{path}: line {line_number} is not a log line; {_RESTORE_HINT}",
+                f"{path}: line {line_number} does not contain metrics; {_RESTORE_HINT}",
                 code="checkpoint.damaged",
             )
     return lines
 
 
 def get_dict(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a value that is a dict; empty if it is missing or of another type."""
+    """Return `mapping[key]` if it is a dict, else an empty dict."""
     part = mapping.get(key)
     return part if isinstance(part, dict) else {}
 
 
 def get_list(mapping: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a value that is a list; empty if it is missing or of another type."""
+    """Return `mapping[key]` if it is a list, else an empty list."""
     part = mapping.get(key)
     return part if isinstance(part, list) else []
 
@@ -246,7 +246,7 @@ def format_percent(value: Any, digits: int = 2) -> str:
 
 
 def format_accuracy_interval(accuracy: Any, num_images: Any) -> str:
-    """Format the 95 % interval of an accuracy; empty for an accuracy on enough images."""
+    """Format the 95 % interval of an accuracy; empty if enough images make it unnecessary."""
     accuracy, total = as_finite_number(accuracy), as_finite_number(num_images)
     if accuracy is None or total is None or not 0 <= accuracy <= 1:
         return ""

@@ -1,4 +1,4 @@
-"""Rows for the sections of a run's page; the templates turn them into HTML."""
+"""Build the table rows of a run's page; the Jinja templates render them as HTML."""
 
 # K classes
 
@@ -49,17 +49,17 @@ __all__ = [
 Row = dict[str, Any]
 
 _NUM_CONFUSED_PAIRS = 12
-# per class: key and table header
+# per-class metrics: key and table header
 _CLASS_METRICS = {"recall": "Recall", "precision": "Precision", "f1": "F1"}
-_MAX_CLASS_ROWS = 200  # rows of the class table if there are more than 1,000 classes
+_MAX_CLASS_ROWS = 200  # in the class table, if there are more than 1,000 classes
 
 
 def run_status(run: Run) -> Row:
-    """Describe the state of the run. Returns: "kind" (done, running or failed) and "text"."""
+    """Describe the status of the run: a dict with "kind" (done, running or failed) and "text"."""
     status = str(run.record.get("status", "unknown"))
     steps, last_step = run.plan.get("steps"), run.history[-1]["step"] if run.history else 0
     progress = f"{format_count(last_step)} of {format_count(steps)} steps"
-    # the page is written just before the status becomes "done"
+    # a run writes its page just before its status becomes "done"
     has_ended = status == "running" and last_step > 0 and run.results.get("steps") == last_step
     if status == "done" or has_ended:
         return {"kind": "done", "text": "done"}
@@ -72,7 +72,8 @@ def run_status(run: Run) -> Row:
 def headline_tiles(run: Run) -> list[Row]:
     """Build the tiles at the top of the page, the most important first.
 
-    Returns: "label", "value", "note" and "is_too_few" (measured on too few images) of each tile.
+    Returns: a dict per tile with keys "label", "value", "note" and "is_too_few" (True if measured
+        on too few images).
     """
     test, val = run.metrics("test"), run.metrics("val")
     tiles = []
@@ -107,7 +108,7 @@ def headline_tiles(run: Run) -> list[Row]:
 
 
 def _split_tiles(run: Run, metrics: Row) -> list[Row]:
-    """Build the tiles of the reported split."""
+    """Build the tiles with the metrics of the reported split."""
     name, num_images = SPLIT_NAMES[run.reported_split], metrics.get("examples")
     loss = _tile(f"{name.capitalize()} loss", format_decimal(metrics.get("loss")), "nats")
     if run.is_multilabel:
@@ -138,7 +139,7 @@ def _tile(label: str, value: str, note: str) -> Row:
 def _accuracy_tile(
     label: str, accuracy: Any, num_images: Any, step_note: str = "", metric: str = "top1"
 ) -> Row:
-    """Build a tile with the number of images and, for top1 on few images, the 95 % interval."""
+    """Build an accuracy tile, noting the number of images and, for top1 on few, the interval."""
     interval = format_accuracy_interval(accuracy, num_images) if metric == "top1" else ""
     notes = [step_note, f"on {format_count(num_images)} images" if num_images else ""]
     notes.append(f"95\u202f% interval {interval}" if interval else "")
@@ -155,7 +156,7 @@ def _last_log_line(run: Run, split: str) -> Row | None:
 
 
 def _format_short_count(value: Any) -> str:
-    """1021114 → 1.02 M."""
+    """Format a count with a short unit: 1021114 → 1.02 M."""
     count = as_finite_number(value)
     return MISSING if count is None else use_narrow_spaces(format_short_count(count))
 
@@ -163,7 +164,7 @@ def _format_short_count(value: Any) -> str:
 def class_rows(run: Run, split: str) -> list[Row]:
     """Build a row per class: name, support, metrics, and the 95 % interval of the recall.
 
-    Beyond 1,000 classes, only those with the lowest F1; ties are sorted by number of images.
+    With more than 1,000 classes, only the 200 classes with the lowest F1, ties by support.
     """
     rows = [
         row if isinstance(row, dict) else {} for row in get_list(run.metrics(split), "per_class")
@@ -189,14 +190,14 @@ def class_rows(run: Run, split: str) -> list[Row]:
 
 
 def class_columns(run: Run) -> dict[str, str]:
-    """Return the metrics of a class by key, with their table headers."""
+    """Return the columns of the class table: metric keys with their headers."""
     if run.is_multilabel:
         return {"ap": "AP", **_CLASS_METRICS, "threshold": "Threshold"}
     return _CLASS_METRICS
 
 
 def confused_pair_rows(run: Run, split: str) -> list[Row]:
-    """Build a row for each of the most confused pairs, with its share of the true class."""
+    """Build a row per most confused class pair, with its share of the true class's images."""
     matrix = parse_confusion_matrix(run.metrics(split))
     if matrix is None:
         return []
@@ -213,7 +214,7 @@ def confused_pair_rows(run: Run, split: str) -> list[Row]:
 
 
 def claim_rows(run: Run) -> list[Row]:
-    """Build a row per claim of the recipe: the reported and the measured value."""
+    """Build a row per claim of the recipe, with its reported and measured value."""
     checked_claims = get_list(run.results, "claims")
     return [
         {
@@ -229,7 +230,8 @@ def claim_rows(run: Run) -> list[Row]:
 def speed_section(run: Run) -> Row:
     """Describe the speed of the run.
 
-    Returns: "rows" of name and value, and "share" of time by activity.
+    Returns: a dict with keys "rows" (pairs of name and value) and "share" (pairs of activity and
+        its share of the time).
     """
     lines = {split: _log_lines(run, split) for split in ("train", "val")}
     train_rate = training_images_per_second(run)
@@ -268,7 +270,7 @@ def speed_section(run: Run) -> Row:
 
 
 def training_images_per_second(run: Run) -> float | None:
-    """Return the training throughput in images per second, the median of the log lines."""
+    """Return the training throughput in images per second, the median over metrics.jsonl."""
     rates = [as_finite_number(line.get("images_per_second")) for line in _log_lines(run, "train")]
     return statistics.median(known) if (known := [rate for rate in rates if rate]) else None
 
@@ -282,7 +284,7 @@ def _num_val_images(run: Run) -> float | None:
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
-    """Describe the data: counts, how the weights were selected, when the test split was read."""
+    """Describe the data: image counts, how it selected the weights, when test was read."""
     data = run.recipe.data
     split_sizes = get_dict(run.plan, "images")
     rows = [("Source", data.source)]
@@ -308,7 +310,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         best = run.recipe.run.best
         selection = f"validation, by {best}" if best != "last" else "nobody: the last step is kept"
         if "test" in split_sizes and best != "last":
-            selection += "; the test split had no part in it"
+            selection += "; the test split was not used for it"
     else:
         selection = "nobody: there is no validation split, the last step is kept"
     rows.append(("Who chose the weights", selection))
@@ -332,7 +334,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _per_class_counts(run: Run, key: str) -> np.ndarray | None:
-    """Read one count per class from the plan, (K,); None if it is missing or damaged."""
+    """Read counts per class, (K,), from the training plan; None if missing or damaged."""
     numbers = [
         number for number in get_list(run.plan, key) if isinstance(number, int) and number >= 0
     ]
@@ -341,10 +343,10 @@ def _per_class_counts(run: Run, key: str) -> np.ndarray | None:
 
 
 def lr_range_test(run: Run) -> Row:
-    """Read the learning-rate range test of the run.
+    """Read the LR range test of the run (lr_range.json).
 
-    Returns: "points", pairs of rate and smoothed loss, and "chosen"; empty without a range test, or
-        if its file is damaged.
+    Returns: a dict with keys "points" (pairs of learning rate and smoothed loss) and "chosen";
+        empty if the run has no range test or its file is damaged.
     """
     with contextlib.suppress(OSError, ValueError):
         curve = get_dict({"curve": load_json(run.path / "lr_range.json")}, "curve")
@@ -358,7 +360,7 @@ def lr_range_test(run: Run) -> Row:
 
 
 def provenance_rows(run: Run) -> list[tuple[str, str]]:
-    """Describe the origin of the run: machine, versions, commit, weights and data."""
+    """Describe the provenance of the run: machine, versions, commit, weights and data."""
     record, weights = run.record, get_dict(run.plan, "weights")
     device = get_dict(record, "device")
     machine = [str(device.get(key)) for key in ("name", "type") if device.get(key)]

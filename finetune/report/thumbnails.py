@@ -1,4 +1,4 @@
-"""Images for a run's page: worst mistakes, one image per class, and training images."""
+"""Images on a run's page: worst mistakes, an example per class, and training images."""
 
 # B batch, H W pixels, C channels
 
@@ -32,7 +32,7 @@ __all__ = [
 
 _THUMBNAIL_PIXELS = 192  # longer side
 _CLASS_THUMBNAIL_PIXELS = 64
-_PIXELATED_BELOW_PIXELS = 96  # smaller images are enlarged with visible pixels
+_PIXELATED_BELOW_PIXELS = 96  # smaller images are enlarged without smoothing
 _MAX_CLASS_THUMBNAILS = 50
 
 
@@ -40,11 +40,11 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
     """Build a row for each of the worst mistakes in the reported split.
 
     Args:
-        run: its results list the mistakes.
-        split: the reported split; None if it cannot be opened.
-        note: why it cannot be opened.
-    Returns: rows with "picture" (a data URI, or empty) and "small" (true for an image to enlarge),
-        and a note for the page if images are missing.
+        run: the run, whose results list the mistakes.
+        split: the reported split, to read the images from; None if it cannot be opened.
+        note: why the split cannot be opened, if so.
+    Returns: the rows, each with "picture" (a data URI, or empty) and "small" (True to enlarge the
+        image); and a note for the page that explains missing images, or an empty string.
     """
     recorded = get_list(run.metrics(run.reported_split), "mistakes")
     mistakes = [mistake for mistake in recorded if isinstance(mistake, dict)]
@@ -63,11 +63,12 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
 
 
 def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
-    """Return the first image of each class, and whether to enlarge it.
+    """Return a thumbnail of the first image of each class.
 
-    Empty for many classes, and for a streamed split, which would read a whole shard per image. Also
-    empty if the number of images per class differs from the evaluated one, because then the labels
-    may have changed their meaning.
+    Returns: for each class a data URI and True to enlarge the image. The list is empty for
+        multi-label data and for more than 50 classes; for streamed data, which would have to read a
+        whole shard per image; and if the class counts differ from those in the results, because
+        then the labels may have another meaning.
     """
     rows = get_list(run.metrics(run.reported_split), "per_class")
     if split is None or split.is_streamed or split.is_multilabel:
@@ -91,11 +92,11 @@ def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
 
 
 def training_image_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
-    """Build rows of images as training and evaluation used them, saved at the end of the run.
+    """Build a row per saved training image: as decoded, as augmented, and as evaluated.
 
-    Returns: rows with "class", "name" and "pictures" (decoded, in some epochs, in evaluation; each
-        a data URI, and true if to enlarge), and a note for the page if there are no rows. Both are
-        empty if the run saved no images.
+    Returns: the rows, each with "class", "name" and "pictures" (pairs of a data URI and True to
+        enlarge the image); and a note for the page if there are no rows. Both are empty if the run
+        saved no images.
     """
     rows = []
     for saved_row in get_list(run.training_images, "rows"):
@@ -109,12 +110,12 @@ def training_image_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
 
 
 def _class_names(run: Run, image: dict[str, Any]) -> str:
-    """Return the class name of an image or, for multi-label, all names."""
+    """Return the class name of an image; for multi-label, the names of all its labels."""
     return run.class_name(image.get("labels", image.get("label")))
 
 
 def open_reported_split(run: Run) -> tuple[Split | None, str]:
-    """Open the reported split. Returns: the split, or None and the reason why it cannot open."""
+    """Open the reported split. Returns: the split, or None and the reason for the page."""
     name = run.reported_split
     if not run.metrics(name):
         return None, ""
@@ -135,12 +136,12 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
 def _thumbnail(
     split: Split, image: dict[str, Any], max_side: int = _THUMBNAIL_PIXELS
 ) -> tuple[str, bool]:
-    """Return a thumbnail as a data URI, empty if unreadable, and whether to enlarge it."""
+    """Return a thumbnail as a data URI (empty if unreadable), and True to enlarge it."""
     index = image.get("index")
     if not isinstance(index, int) or not 0 <= index < len(split):
         return "", False
     if split.class_indices(index) != image.get("labels", [image.get("label")]):
-        return "", False  # the data has another image at this index
+        return "", False  # the data now has another image at this index
     try:
         pixels_HWC: np.ndarray = split.decode(index)
     except FinetuneError:
@@ -151,11 +152,11 @@ def _thumbnail(
 
 
 def to_data_uri(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> str:
-    """Encode an image as a data URI: small ones as PNG, others as JPEG at a tenth of the size.
+    """Encode an image as a data URI: a small image as PNG, else as JPEG, which is 10x smaller.
 
     Args:
-        pixels_HWC: uint8 RGB.
-        max_side: longer side in pixels; a larger image is scaled down.
+        pixels_HWC: an RGB image, uint8.
+        max_side: maximum longer side in pixels; a larger image is scaled down.
     """
     image = Image.fromarray(pixels_HWC)
     kind = "png" if max(image.size) < _PIXELATED_BELOW_PIXELS else "jpeg"
@@ -172,7 +173,7 @@ def denormalize(
 
     Args:
         batch_BCHW: normalized images.
-        mean, std: used to normalize them.
+        mean, std: the mean and std that normalized the images.
     Returns: (B, H, W, C) in [0, 1].
     """
     scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))

@@ -42,9 +42,9 @@ __all__ = [
 
 
 _FULL_STATE = StateDictOptions(full_state_dict=True)
-# Settings of parameter groups that depend on the machine.
+# Parameter group settings that depend on the machine; a checkpoint does not restore them.
 _MACHINE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
-# Empty on other ranks.
+# Other ranks get an empty state dict.
 _FULL_STATE_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -93,10 +93,10 @@ def capture_snapshot(
 
     Args:
         model: the network, with or without a DDP or FSDP wrapper.
-        optimizer: its optimizer, unwrapped.
-        ema: the averaged network, or None.
-        counters: JSON values: step, best metric, early stopping, loss scale.
-        frozen_weights: weights that are left out, because no step changes them.
+        optimizer: the optimizer, not wrapped by Accelerate.
+        ema: the EMA of the network; None unless `optim.ema_decay` is set.
+        counters: JSON-serializable dict: step, best metric, early stopping, loss scale.
+        frozen_weights: weights to exclude, by name, because training does not change them.
     Returns: a snapshot that shares no memory with the training state; complete on rank 0 only.
     """
     moments: dict[str, Tensor] = {}
@@ -142,8 +142,8 @@ def _copy_to_host(tensor: Tensor, *, is_copy: bool = False) -> Tensor:
     """Return a contiguous host tensor that shares no memory with the training state.
 
     Args:
-        is_copy: the tensor was copied from a device already. Scalars are cloned anyway, because
-            optimizers may keep their step counters on the host.
+        is_copy: True if `tensor` is already a copy made from the device. A tensor of one element is
+            cloned anyway, because optimizers may keep their step counters on the host.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -161,10 +161,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into the network, the optimizer and the EMA.
 
-    Args: as for `capture_snapshot`.
-    Returns: the counters.
-    Raises: CheckpointError for a file of the wrong format, before anything is changed: the manifest
-        does not cover the format.
+    Args: `folder` is the checkpoint; the others are the same as for `capture_snapshot`.
+    Returns: the counters of the checkpoint.
+    Raises: CheckpointError if a file has the wrong format, before anything is changed. Verifying
+        the manifest does not check the format.
     """
     state: dict[str, dict[str, Any]] = {}
     saved = _read_tensors_or_json(folder / "optimizer.json")
@@ -191,7 +191,7 @@ def load_checkpoint(
             options=_FULL_STATE,
         )
         _match_memory_format(optimizer)
-    # Weights come last: reading the state of a new optimizer runs a step, which may change weights.
+    # Load the weights last: get_optimizer_state_dict steps a new optimizer, which may change them.
     load_full_state_dict(model, {**(frozen_weights or {}), **weights})
     if ema is not None and ema_weights is not None:
         ema.load_state_dict({**(frozen_weights or {}), **ema_weights})
@@ -199,7 +199,7 @@ def load_checkpoint(
 
 
 def _match_memory_format(optimizer: torch.optim.Optimizer) -> None:
-    """Give moments the strides of their weights, which fused kernels expect."""
+    """Give moments the same strides as their weights, because fused kernels expect that."""
     for weight, moments in optimizer.state.items():
         for name, moment in moments.items():
             has_same_shape = isinstance(moment, Tensor) and moment.shape == weight.shape
@@ -215,19 +215,19 @@ def _read_tensors_or_json(path: Path) -> dict[str, Any]:
         return load_file(path)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: is not a valid {path.suffix[1:]} file ({error}); remove this checkpoint",
+            f"{path}: not a valid {path.suffix[1:]} file ({error}); remove this checkpoint",
             code="checkpoint.damaged",
         ) from None
 
 
 def load_full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load full tensors, under the names of the unwrapped network; the network may be sharded."""
-    # a copy, because torch replaces the values of this mapping by shards
+    """Load unsharded weights, with the names of the unwrapped network; `model` may be sharded."""
+    # pass a copy, because torch replaces the values of the dict by shards
     set_model_state_dict(model, cast(Any, dict(weights)), options=_FULL_STATE)
 
 
 def read_eval_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights to evaluate from a checkpoint: the EMA if it has one."""
+    """Read the weights to evaluate from a checkpoint: the EMA if it has one, else the network's."""
     ema = folder / "ema.safetensors"
     return _read_tensors_or_json(ema if ema.exists() else folder / "model.safetensors")
 
@@ -236,8 +236,9 @@ class CheckpointWriter:
     """Writes snapshots as checkpoints in a background thread.
 
     Args:
-        run: opened by this process.
-        num_newest: number of newest checkpoints to keep, each with the best one at its step.
+        run: the run directory, opened by this process.
+        num_newest: number of newest checkpoints to keep; for each of them, the checkpoint that was
+            the best at its step is kept too.
     """
 
     def __init__(self, run: RunDir, *, num_newest: int) -> None:
@@ -248,9 +249,10 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def finish_on_exit(self) -> Iterator[None]:
-        """Finish the last checkpoint on exit, even after an error, which is raised first.
+        """Wait for the last checkpoint when the block ends.
 
-        Raises: SetupError if a checkpoint cannot be written.
+        Raises: the error of the block, if any; otherwise SetupError if a checkpoint cannot be
+            written.
         """
         try:
             yield
@@ -302,5 +304,5 @@ def _best_step_at(run: RunDir, step: int) -> int | None:
     try:
         best = load_json(run.checkpoint_folder(step) / "state.json")["best_step"]
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # a damaged checkpoint; a resume would skip it and its best, too
+        return None  # damaged: a resume skips it, so its best one is not needed
     return best if isinstance(best, int) else None

@@ -50,7 +50,8 @@ MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
 _BAD_PATH_ERRORS = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
 _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-# Holder of each lock file (device and inode): kernel locks do not separate threads of a process.
+# The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
+# not exclude another RunDir of the same process.
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
 
 
@@ -61,7 +62,7 @@ class RunDir:
         self.path = Path(path)
         self.checkpoints_folder = self.path / "checkpoints"
         self.model_folder = self.path / "model"
-        # Both are unbuffered: on a full disk, a buffered rest would fail again in `close`.
+        # Both files are unbuffered: on a full disk, flushing a buffer in `close` would fail again.
         self._lock: IO[bytes] | None = None
         self._metrics: IO[bytes] | None = None
         self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
@@ -72,7 +73,7 @@ class RunDir:
         Args:
             timeout_seconds: how long to wait for the process that holds the lock.
         Raises: SetupError if another running process uses the folder, it is not writable, or it is
-            no run directory; CheckpointError if one of its files is not a regular file.
+            not a run directory; CheckpointError if one of its files is not a regular file.
         """
         lock_path = self.path / ".lock"
         with explain_disk_errors(self.path, needed_bytes=4096):
@@ -98,16 +99,16 @@ class RunDir:
                 code="setup.no_locks",
             ) from error
         with explain_disk_errors(self.path, needed_bytes=4096):
-            remove_leftovers(self.path)  # first: leftovers may fill the disk
+            remove_leftovers(self.path)  # before writing: leftovers may fill the disk
             self._lock.truncate(0)
             self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def _create_folder(self, lock_path: Path) -> None:
-        """Create the folder, or check that an existing one is a run's. Raises: as for `open`."""
+        """Create the folder; check an existing one. Raises: same as `open`."""
         try:
             if self.path.is_dir():
                 check_no_symlinks(self.path)
-                # Check first: opening and closing the file would release this process's lock.
+                # Check before opening: closing the file again would release this process's lock.
                 holder = (
                     _HELD_LOCKS.get(_device_and_inode(lock_path))
                     if os.path.lexists(lock_path)
@@ -115,8 +116,8 @@ class RunDir:
                 )
                 if holder is not None and holder._lock_pid == os.getpid():
                     raise SetupError(
-                        f"{self.path}: in use by process {os.getpid()}, this one; wait until its "
-                        "run there has ended, or choose another --out",
+                        f"{self.path}: in use by another run of this process ({os.getpid()}); wait "
+                        "until that run has ended, or choose another --out",
                         code="setup.in_use",
                     )
                 check_is_run_folder(self.path)
@@ -140,11 +141,14 @@ class RunDir:
     # Files of the run -----------------------------------------------------------------------
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write `name` atomically, as `format_json`."""
+        """Write a JSON file of the run atomically, formatted by `format_json`."""
         write_atomically(self.path / name, format_json(content))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file of the run. Returns: its content, or None if it does not exist."""
+        """Read a JSON file of the run. Returns: its content, or None if it does not exist.
+
+        Raises: CheckpointError if it cannot be read, or is not valid.
+        """
         path = self.path / name
         limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
         try:
@@ -167,16 +171,16 @@ class RunDir:
                 self._metrics = path.open("ab", buffering=0)
             end = self._metrics.tell()
             try:
-                while remaining:  # an almost full disk writes only a part
+                while remaining:  # on an almost full disk, `write` writes only a part
                     remaining = remaining[self._metrics.write(remaining) :]
             except OSError:
                 self._metrics.truncate(end)
                 raise
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl without damaged or truncated lines.
+        """Read metrics.jsonl, skipping damaged or truncated lines.
 
-        Raises: CheckpointError if it is not a file, or cannot be read.
+        Raises: CheckpointError if it is not a regular file, or cannot be read.
         """
         path = self.path / "metrics.jsonl"
         try:
@@ -191,7 +195,7 @@ class RunDir:
             ) from error
 
     def drop_metrics_after(self, step: int) -> None:
-        """Drop the metrics of steps that will be trained again after a resume from `step`."""
+        """Drop the metrics of steps after `step`, because a resume from `step` repeats them."""
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         write_atomically(
             self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept)
@@ -218,8 +222,8 @@ class RunDir:
 
         Args:
             step: number of optimizer steps done.
-            write: writes the checkpoint's files into the folder it is given.
-            num_bytes: estimated size, for the error message of a full disk.
+            write_files: called with a temporary folder, into which it writes the files.
+            num_bytes: estimated size, for the error message if the disk is full.
         Raises: SetupError if the disk is full or not writable.
         """
         target = self.checkpoint_folder(step)
@@ -235,8 +239,11 @@ class RunDir:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def publish_model(self, write_files: Callable[[Path], None], *, num_bytes: int) -> None:
-        """Replace `model/` as a whole by what `write` puts into the folder it is given."""
-        name = os.urandom(4).hex()  # no process id: containers reuse them soon
+        """Replace the whole `model/` by the files that `write_files` writes.
+
+        Args: same as for `save_checkpoint`.
+        """
+        name = os.urandom(4).hex()  # not the process id, because containers reuse it
         temporary = self.path / f".model.{name}.tmp"
         old = self.path / f".model.old.{name}.tmp"
         try:
@@ -249,7 +256,7 @@ class RunDir:
                 os.replace(temporary, self.model_folder)
                 fsync_folder(self.path)
         finally:
-            # true if stopped between the two renames
+            # restore the old model if the process stopped between the two renames
             if not os.path.lexists(self.model_folder) and old.is_dir():
                 os.replace(old, self.model_folder)
             for path in (temporary, old):
@@ -263,17 +270,17 @@ class RunDir:
         )
 
     def verify_checkpoint(self, step: int) -> str | None:
-        """Compare a checkpoint with its manifest. Returns: the problem, or None."""
+        """Compare a checkpoint with its manifest. Returns: the problem, or None if it is intact."""
         folder = self.checkpoint_folder(step)
         try:
             manifest = load_json(folder / MANIFEST)
             files = manifest["files"]
             if manifest["step"] != step or manifest["sha256"] != _manifest_digest(files):
-                return f"{folder / MANIFEST}: was changed"
+                return f"{folder / MANIFEST}: the manifest was changed"
             for name, entry in files.items():
                 path = folder / name
                 if not path.is_file():
-                    return f"{path}: is missing"
+                    return f"{path}: the file is missing"
                 if path.stat().st_size != entry["bytes"]:
                     return f"{path}: {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
                 if file_sha256(path) != entry["sha256"]:
@@ -285,7 +292,7 @@ class RunDir:
     def newest_intact_step(self) -> int | None:
         """Find the newest intact checkpoint, and log a warning for each damaged one.
 
-        Returns: its step, or None if the run has no checkpoint yet.
+        Returns: the step of the newest intact one, or None if the run has no checkpoint yet.
         Raises: CheckpointError if all checkpoints are damaged.
         """
         steps = self.checkpoint_steps()
@@ -314,7 +321,7 @@ class RunDir:
 
 
 def format_json(content: Mapping[str, Any]) -> str:
-    """Format a JSON file of a run: indented, except results with very many classes."""
+    """Format a JSON file of a run: indented, but compact for results with over 1,000 classes."""
     parts = (content, *content.values())
     is_large = any(isinstance(p, dict) and isinstance(p.get("confusion"), dict) for p in parts)
     separators = (",", ":") if is_large else None
@@ -323,13 +330,13 @@ def format_json(content: Mapping[str, Any]) -> str:
 
 
 def _device_and_inode(path: Path) -> tuple[int, int]:
-    """Return device and inode, which identify a file under any name."""
+    """Return (device, inode), which identify a file under any name."""
     status = path.lstat()
     return status.st_dev, status.st_ino
 
 
 def _acquire_lock(lock: IO[bytes], timeout_seconds: float) -> None:
-    """Lock a file. Raises: BlockingIOError or PermissionError if it stays locked."""
+    """Lock a file. Raises: BlockingIOError or PermissionError if another process keeps the lock."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -341,7 +348,7 @@ def _acquire_lock(lock: IO[bytes], timeout_seconds: float) -> None:
 
 
 def _sync_files(folder: Path) -> None:
-    """Sync each file of a folder to disk, with the umask's mode (safetensors writes 0600)."""
+    """Give each file the umask's default mode (safetensors uses 0600), and sync it to disk."""
     umask = os.umask(0)
     os.umask(umask)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -54,10 +54,10 @@ def collect_environment(device: torch.device, num_processes: int) -> RunRecord:
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the installed packages among these, by name."""
+    """Return name and version of those packages that are installed."""
     versions = {}
     for package in packages:
-        with contextlib.suppress(PackageNotFoundError):  # a checkout without installation
+        with contextlib.suppress(PackageNotFoundError):  # finetune in a checkout
             versions[package] = __version__ if package == "finetune" else version(package)
     return versions
 
@@ -72,8 +72,8 @@ def _cpu_name() -> str:
 def _source_commit() -> str | None:
     """Return the commit of this checkout, or the one that the installed package was built from.
 
-    Returns: with "+changes" if the checkout has changes; None if the package was built without a
-        checkout, for example from a source archive.
+    Returns: the commit hash, with "+changes" if the checkout has uncommitted changes; None if the
+        package was built without a checkout, for example from a source archive.
     """
     here = Path(__file__).resolve()
     root = here.parents[2]

@@ -13,7 +13,7 @@ __all__ = ["load_eval_pipeline"]
 
 
 def load_eval_pipeline(model: str | Path, preprocessing: Preprocessing) -> Pipeline:
-    """Build evaluation transforms: from the recipe of a run, otherwise from the weights."""
+    """Build the evaluation transforms from a run's recipe, or else from `preprocessing`."""
     recipe = load_run_recipe(model)
     if recipe is None:
         return build_pipeline(preprocessing)

@@ -1,7 +1,7 @@
 """Check that a folder and its files belong to a run, and read and remove them safely.
 
-A folder may come from anywhere: these functions never follow a link to write or remove, never block
-on a named pipe, and never accept a file because of its first bytes only.
+The folder may come from an untrusted source. These functions never write or remove through a
+symbolic link, never block on a named pipe, and check a whole file, not only its first bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _TEMPORARY_CHECKPOINT_NAME = re.compile(r"\.(?:step-[0-9]{8,}\.[0-9]+|doomed-[0-
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Read a whole file. Args, Raises: as for `files.open_regular_file`."""
+    """Read a whole file. Args, Raises: same as `files.open_regular_file`."""
     with open_regular_file(path, max_bytes=max_bytes) as file:
         return file.read(max_bytes)
 
@@ -80,7 +80,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file that `json.dumps` could have written.
 
-    Raises: OSError if it cannot be read; ValueError for other content.
+    Raises: OSError if it cannot be read; ValueError if it is not such a file.
     """
     text = read_regular_file(path, max_bytes=max_bytes).decode()
     try:
@@ -111,13 +111,13 @@ def _is_within_depth(content: Any, depth: int) -> bool:
 
 
 def read_metrics_file(path: Path) -> list[dict[str, Any]]:
-    """Read the intact lines of metrics.jsonl. Raises: as for `read_regular_file`."""
+    """Read the intact lines of metrics.jsonl. Raises: same as `read_regular_file`."""
     with open_regular_file(path, max_bytes=MAX_LARGE_BYTES) as file:
         return [line for text in file if (line := parse_metrics_line(text)) is not None]
 
 
 def parse_metrics_line(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; None if it is damaged."""
+    """Parse a line of metrics.jsonl. Returns: its content, or None if the line is damaged."""
     try:
         line = json.loads(text) if text.count(b"[") + text.count(b"{") < 100 else None
     except (ValueError, RecursionError):
@@ -141,7 +141,7 @@ def _is_list_of(value: Any, item_type: type) -> bool:
 
 
 def _is_split_metrics(value: Any) -> bool:
-    """True for the metrics of a split, or None."""
+    """True if a value is the metrics dict of a split, or None."""
     names = ("balanced_accuracy", *itertools.chain(*SPLIT_METRICS.values()))
     return value is None or (
         isinstance(value, dict) and all(_is_number(value.get(name, 0)) for name in names)
@@ -184,9 +184,9 @@ def check_json_types(path: Path, content: Any) -> dict[str, Any]:
     """Check the types of the values in run.json or results.json.
 
     Args:
-        path: of the file.
+        path: the file, whose name selects the expected types.
     Returns: the content.
-    Raises: CheckpointError naming the key with a wrong type.
+    Raises: CheckpointError naming the first key whose value has the wrong type.
     """
     advice = "restore it from a copy, or train in another --out"
     if not isinstance(content, dict):
@@ -215,8 +215,8 @@ def check_no_symlinks(folder: Path) -> None:
     for path in (folder / name for name in _NO_SYMLINKS):
         if path.is_symlink():
             raise SetupError(
-                f"{path}: is a symbolic link, but a run writes only inside its own folder; replace "
-                "it with its target, or choose another --out",
+                f"{path}: this is a symbolic link, but a run writes only inside its own folder; "
+                "replace the link with its target, or choose another --out",
                 code="setup.not_a_run",
             )
 
@@ -224,13 +224,13 @@ def check_no_symlinks(folder: Path) -> None:
 def check_is_run_folder(folder: Path) -> None:
     """Check that a folder is a run directory, so that a run never writes into another folder.
 
-    Evidence is run.json, a published checkpoint, or a folder with only the files that a start
-    writes before run.json (the start may have been killed).
+    A run directory has finetune's run.json or a published checkpoint, or it has only files that a
+    run writes before run.json, because that run was killed.
 
     Raises: SetupError naming an unknown file; CheckpointError if one of the run's files is not a
         regular file.
     """
-    # List the names first: a run that is starting now may add files until run.json is read.
+    # List the names before reading run.json, because a run that starts now may add files meanwhile.
     names, checkpoint_names = os.listdir(folder), _list_checkpoints(folder)
     record_state = _record_state(folder / "run.json")
     has_checkpoint = any(
@@ -252,15 +252,15 @@ def check_is_run_folder(folder: Path) -> None:
         ]
         if unknown:
             raise SetupError(
-                f"{folder}: is not a run directory and contains other files ('{min(unknown)}'); "
-                "choose another --out",
+                f"{folder}: this folder is not a run directory and contains other files "
+                f"('{min(unknown)}'); choose another --out",
                 code="setup.not_a_run",
             )
     for path in (folder / name for name in _RUN_FILES):
         if os.path.lexists(path) and not path.is_file() and not path.is_symlink():
             raise CheckpointError(
-                f"{path}: is {describe_file_type(path.stat().st_mode)}, not a file; restore it "
-                "from a copy, or train in another --out",
+                f"{path}: this is {describe_file_type(path.stat().st_mode)}, not a file; restore "
+                "the file from a copy, or train in another --out",
                 code="checkpoint.damaged",
             )
 
@@ -273,7 +273,7 @@ def _list_checkpoints(folder: Path) -> list[str]:
 
 
 def _record_state(run_json: Path) -> str:
-    """Return the state of a run.json: "missing", "ours", "damaged" or "foreign"."""
+    """Return the state of run.json: "missing", "damaged", "ours", or "foreign" (not finetune's)."""
     try:
         record = load_json(run_json)
     except FileNotFoundError:
@@ -289,8 +289,8 @@ def _is_our_lock(path: Path, *, has_checkpoints_folder: bool) -> bool:
     """True if `RunDir.open` wrote this lock file; it is empty if `open` was killed.
 
     Args:
-        path: not locked by this process, which would lose its lock when the file is closed.
-        has_checkpoints_folder: True if the folder exists that `open` creates before the lock.
+        path: the lock file. This process must not hold its lock, which closing the file releases.
+        has_checkpoints_folder: True if `checkpoints` exists, which `open` creates before the lock.
     """
     if path.is_symlink():
         return False
@@ -320,7 +320,7 @@ def open_lock_file(path: Path) -> IO[bytes]:
         if descriptor is not None or error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
     raise SetupError(
-        f"{path}: is not a file; remove it, or choose another --out", code="setup.not_a_run"
+        f"{path}: not a regular file; remove it, or choose another --out", code="setup.not_a_run"
     )
 
 
@@ -333,7 +333,7 @@ def remove_path(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of an interrupted write from a run directory, and restore its model."""
+    """Remove leftovers of an interrupted write, and restore `model/` if it was being replaced."""
     names, model = os.listdir(folder), folder / "model"
     for name in names:
         # `publish_model` was killed between its two renames: the old model is still there.

@@ -1,4 +1,4 @@
-"""The record of a run, run.json: its fields, and its status from the first step to the last."""
+"""The record of a run, run.json: its fields and its status, and how to read and write it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class RunRecord(TypedDict, total=False):
 
     started: str  # first start, ISO 8601
     status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
-    versions: dict[str, str]  # of Python and the packages
+    versions: dict[str, str]  # versions of Python and the packages
     device: dict[str, Any]  # type, name, threads
     num_processes: int
-    commit: str | None  # of finetune; None if built without a checkout
-    argv: list[str]  # without secrets
+    commit: str | None  # finetune's commit; None if built without a checkout
+    argv: list[str]  # the command line, without secrets
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, str]  # sha256 of each split, and of the class names
-    weights_sha256: str | None  # of the file that training started from
-    teacher: dict[str, Any]  # `Distillation.teacher_info`; with `distill`
+    weights_sha256: str | None  # sha256 of the weights file that training started from
+    teacher: dict[str, Any]  # `Distillation.teacher_info`; only with `distill`
     plan: dict[str, Any]  # `TrainingSetup.plan`, written after the images are decoded
-    micro_batch: dict[str, Any]  # images, and the machine; with `data.micro_batch: auto`
-    pushed: dict[str, Any]  # from `push`
+    micro_batch: dict[str, Any]  # size and machine; only with `data.micro_batch: auto`
+    pushed: dict[str, Any]  # result of `push`
 
 
 def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
@@ -63,7 +63,7 @@ def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Read run.json. Returns: its content, empty if it does not exist. Raises: as `read_json`."""
+    """Read run.json; empty if it does not exist. Raises: same as `RunDir.read_json`."""
     return cast(RunRecord, run.read_json("run.json") or {})
 
 
@@ -73,7 +73,7 @@ def write_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Read results.json if the folder has a finished run of this recipe; otherwise None."""
+    """Read results.json; None unless the folder has a finished run of this recipe."""
     old, run = load_run_recipe(folder), RunDir(folder)
     if old is None or training_keys(old) != training_keys(recipe):
         return None

@@ -58,9 +58,9 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     """Connect the processes that the launcher started, and create their Accelerator.
 
     Args:
-        section: precision, threads, trackers and the expected number of processes.
-        out: where trackers write their logs.
-    Returns: the accelerator; its device is ready.
+        section: the recipe's `run` section: precision, threads, trackers, number of processes.
+        out: folder in which trackers write their logs.
+    Returns: the accelerator.
     Raises: SetupError if the number of processes is not the requested one, or a tracker's package
         is missing; RecipeError for an unknown tracker.
     """
@@ -90,13 +90,14 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     AcceleratorState._reset_state()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*no supported trackers")  # an error below
+            # raised as an error below
+            warnings.filterwarnings("ignore", message=".*no supported trackers")
             accelerator = Accelerator(
                 mixed_precision="no" if precision == "fp32" else precision,
                 log_with=list(section.trackers) or None,
                 project_dir=out,
                 kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-                # Both are set so that no environment variable can change the training.
+                # Set the next two explicitly, so that no environment variable changes training.
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 dynamo_backend="no",
             )
@@ -110,7 +111,7 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     active_trackers = {getattr(tracker, "value", tracker) for tracker in accelerator.log_with}
     if missing := sorted(set(section.trackers) - active_trackers):
         raise SetupError(
-            f"run.trackers: {', '.join(missing)}: package is not installed; for TensorBoard, "
+            f"run.trackers: no package is installed for {', '.join(missing)}; for TensorBoard, "
             f"{install_hint('track')}",
             code="setup.missing_package",
         )
@@ -119,7 +120,7 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
 
 @contextlib.contextmanager
 def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
-    """Let SIGTERM kill a rank that waits for others in C code, where no Python handler runs.
+    """Let SIGTERM kill a rank while it connects: C code waits there, and no Python handler runs.
 
     Raises: SetupError if the ranks cannot connect.
     """
@@ -144,7 +145,7 @@ def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
 def _check_num_processes(processes: PartialState, requested: int | None) -> None:
     """Compare the number of processes with the recipe and the launcher's command line.
 
-    Raises: SetupError with the right command.
+    Raises: SetupError with the right command if they differ.
     """
     for number in (requested, requested_num_processes()):
         if number is not None and number != processes.num_processes:
@@ -175,7 +176,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def run_on_main(accelerator: Accelerator, function: Callable[[], _Result]) -> _Result:
-    """Call a function on rank 0 only; every rank gets its result, or its error."""
+    """Call a function on rank 0 only; every rank returns its result or raises its error."""
     outcome: list[Any] = [None, None]
     main_error: BaseException | None = None
     if accelerator.is_main_process:
@@ -195,7 +196,7 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], _Result]) -> _R
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group if it exists."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

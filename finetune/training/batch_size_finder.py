@@ -45,19 +45,20 @@ __all__ = [
     "unallocated_state_bytes",
 ]
 
-USABLE_SHARE = 0.8  # of the free memory: kernels need workspace, and the allocator leaves gaps
+USABLE_SHARE = 0.8  # of free memory; the rest is for kernel workspace and fragmentation
 
 
 def resolve_micro_batch_size(
     trainer: TrainerState, loader: AnyLoader, run_on_main: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Set the micro-batch size for `data.micro_batch: auto`: the recorded one, or a new one.
+    """Set the micro-batch size for `data.micro_batch: auto`: read it from run.json, or find it.
 
     Args:
-        trainer: with its data on the device; before its first step or after `load_checkpoint`.
-        loader: of the training images; cached features need no micro-batches.
+        trainer: the training state before its first step, or after `load_checkpoint`; the training
+            images are on the device already.
+        loader: loader of the training split; with cached features, this does nothing.
         run_on_main: calls a function on rank 0 and returns its result on every rank.
-    Raises: as `find_micro_batch_size`.
+    Raises: same as `find_micro_batch_size`.
     """
     if trainer.recipe.data.micro_batch != "auto" or not isinstance(loader, ImageLoader):
         return
@@ -76,10 +77,11 @@ def find_micro_batch_size(
     The training state does not change: the steps run on a copy of the network.
 
     Args:
-        trainer: as for `resolve_micro_batch_size`.
-        step_fits: tries a real step of a given size; None: `real_step_fits` on a GPU, nothing on a
-            CPU, where running out of memory would end the process.
-    Returns: the micro-batch size; a rank's whole share of the batch if that fits.
+        trainer: same as for `resolve_micro_batch_size`.
+        step_fits: returns True if a real step with this number of images fits. None uses
+            `real_step_fits` on a GPU; on a CPU only the estimate is used, because running out of
+            memory would end the process.
+    Returns: the micro-batch size; if it fits, this is a rank's whole share of the batch.
     Raises: SetupError if not even the smallest size fits; RecipeError for a sharded network.
     """
     if trainer.is_sharded:
@@ -140,10 +142,11 @@ def find_micro_batch_size(
 def _candidate_sizes(
     sampler: DistributedBatchSampler, *, rank: int, world_size: int
 ) -> dict[int, int]:
-    """Return the sizes that divide a rank's share evenly, and the largest micro-batch of each.
+    """Return the possible micro-batch sizes, which split a rank's share of the batch evenly.
 
-    Returns: in descending order, from the whole share to one group of images; with an uneven share,
-        some micro-batches are larger than the size.
+    Returns: a dict from each size to the number of images in its largest micro-batch, sizes in
+        descending order: from the whole share to `sampler.group_size`. The largest micro-batch can
+        exceed the size if the shares of the ranks are uneven.
     """
     group_size = sampler.group_size
     share = -(-(sampler.batch_size // group_size) // world_size)
@@ -164,7 +167,7 @@ def find_largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> i
 
     Args:
         sizes: in descending order; if one fits, all smaller ones do.
-        fits: called for about log2 of the sizes.
+        fits: called about log2(len(sizes)) times.
     """
     index = bisect.bisect_left(sizes, True, key=fits)
     return sizes[index] if index < len(sizes) else 0
@@ -223,7 +226,7 @@ def unallocated_state_bytes(trainer: TrainerState) -> int:
 
 
 def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module) -> str:
-    """Return the message for a batch that does not fit as a whole."""
+    """Return the message for a rank's share of the batch that does not fit at once."""
     message = f"data.micro_batch=auto: {micro_batch_size} of {share} images per process fit"
     norms = (module for module in network.modules() if hasattr(module, "running_mean"))
     if any(norm.running_mean is not None for norm in norms):
@@ -238,7 +241,7 @@ def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module
 
 
 def _read_recorded_size(run: RunDir) -> int | None:
-    """Return the size that the run started with; None without one, or on another machine."""
+    """Return the recorded micro-batch size; None if none is recorded or the machine differs."""
     record = read_record(run)
     match record.get("micro_batch"):
         case {"images": int(images), "on": on} if images > 0 and on == _recorded_machine(record):

@@ -30,8 +30,8 @@ def build_trainer_state(
     """Move the network to its device, choose its kernels, and add optimizer, EMA and teacher.
 
     Args:
-        setup: its network is changed in place.
-        run: the run directory; nothing is written yet.
+        setup: the training setup; its network is changed in place.
+        run: the run directory; nothing is written to it.
     Raises: RecipeError or SetupError for an optimizer or a setting that is not supported here.
     """
     recipe, device = setup.recipe, accelerator.device
@@ -87,7 +87,7 @@ def build_trainer_state(
 
 
 def _supports_compile(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """False where torch.compile fails (DoRA) or makes ranks wait for one another (sync_bn)."""
+    """False if torch.compile would fail (DoRA) or make ranks wait for one another (sync_bn)."""
     adapter = recipe.model.adapter
     syncs_ranks = recipe.model.sync_bn and accelerator.num_processes > 1
     return not syncs_ranks and (adapter is None or adapter.kind != "dora")

@@ -43,7 +43,7 @@ def choose_kernels(
     `_is_faster_with_channels_last`.
 
     Args:
-        network: in float32, not yet copied or wrapped.
+        network: float32 network, before it is copied for the EMA or wrapped.
         sharded: True with FSDP, which gathers a layer's weights only when that layer is called.
     """
     if not sharded:
@@ -65,7 +65,7 @@ def _is_faster_with_channels_last(network: nn.Module) -> bool:
 
         float32: EfficientNet-Lite0 0.41, 0.25; ResNet-18 0.27, 0.24; ResNet-26 0.37, 0.25;
             ResNetV2-50 0.42, 0.28; MobileNetV4-S 0.13, 0.09; ConvNeXt-Atto 0.122, 0.126
-        bf16: 0.46, 0.47; 0.16, 0.15; 0.16, 0.14; 0.19, 0.18; 0.16, 0.14; 0.122, 0.115
+        bf16, same order: 0.46, 0.47; 0.16, 0.15; 0.16, 0.14; 0.19, 0.18; 0.16, 0.14; 0.122, 0.115
         ViT-B with a ResNet-50 stem: float32 1.17, 1.15; bf16 0.60, 0.64
 
     So hybrids stay channels first. Networks with a strided 1x1 convolution whose input channels are
@@ -85,7 +85,7 @@ def training_flops(network: nn.Module, image_size: tuple[int, int]) -> int:
     """Count the FLOPs of a training step for one image; a multiply-accumulate counts as two.
 
     Args:
-        network: on its device; only its mode is changed.
+        network: network on its device; it is set to evaluation mode.
         image_size: (height, width).
     Returns: three times the FLOPs of the forward pass, since the backward pass computes two
         gradients.
@@ -106,7 +106,7 @@ def should_compile(
     Args:
         setting: the value of `model.compile`: true, false, or "auto" (compile if the run is long
             enough to save time).
-        sharded: True with FSDP; "auto" does not compile then.
+        sharded: True with FSDP, for which "auto" does not compile.
         num_images: images that each process trains on, over all steps.
         count_flops: returns the training FLOPs of one image.
     """

@@ -75,7 +75,7 @@ class Teacher(nn.Module):
 
     Args:
         built: the teacher with its own head.
-        student_preprocessing: preprocessing of the pixels that the teacher gets.
+        student_preprocessing: the student's preprocessing, which the input images have.
         kind: "logits" or "features".
         class_order: the teacher's index of each class of the data; None if the order is the same.
     """
@@ -117,7 +117,7 @@ class Teacher(nn.Module):
         logits_BK: Tensor = self.network(pixels_BCHW).float()
         return logits_BK if self.order is None else logits_BK[:, self.order]
 
-    forward_features = forward  # so that its outputs are computed and cached as features are
+    forward_features = forward  # so that its outputs can be cached like features
 
     def forward_head(self, values_BN: Tensor, *, pre_logits: bool) -> Tensor:
         """Return the outputs of `forward_features` unchanged."""
@@ -131,12 +131,13 @@ class Distillation:
     layer to the network, which is trained, averaged and saved in checkpoints like any other layer.
 
     Args:
-        setup: its network is on the accelerator's device.
+        setup: the training setup; its network must be on the accelerator's device.
 
     Attributes:
-        teacher_info: facts about the teacher, for run.json.
-        caches_outputs: True if outputs are computed once, because no image changes between epochs.
-        output_width: numbers per image in the teacher's output, K or D.
+        teacher_info: the teacher's name, architecture, size, sha256 and accuracy, for run.json.
+        caches_outputs: True if the teacher's outputs are computed once, because the training
+            transforms are not random.
+        output_width: width of the teacher's output, K or D.
     Raises: RecipeError, WeightsError or SetupError if the teacher does not fit the network.
     """
 
@@ -166,7 +167,7 @@ class Distillation:
                 "teacher": own
             }
         self._cached_outputs: FeatureLoader | None = None
-        self._captured_features: list[Tensor] = []  # the last input of the classifier in training
+        self._captured_features: list[Tensor] = []  # classifier input of the last training pass
         black_BCHW = torch.zeros(2, 3, *student.image_size, device=device)
         self.output_width = self._run_teacher(black_BCHW).shape[1]
         if not is_logits:
@@ -238,10 +239,10 @@ class Distillation:
     def compute_loss(
         self, loss_sum: Tensor, logits_BK: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """Return the total loss and the teacher's part of it, each summed over the images.
+        """Return the total loss and the distillation loss, each summed over the images.
 
         Args:
-            loss_sum: the loss of the labels, summed over the images.
+            loss_sum: loss on the labels, summed over the images.
             logits_BK: float32, from the training forward pass of this batch.
         """
         section, student_BN = self.section, logits_BK
@@ -287,7 +288,7 @@ class Distillation:
 
 
 def _build_teacher(name: str, run: RunDir) -> BuiltModel:
-    """Build the teacher with its own head. Raises: as `Distillation`."""
+    """Build the teacher with its own head. Raises: same as `Distillation`."""
     path = Path(name.removeprefix("local-dir:")).expanduser().absolute()
     if run.path.resolve() in (path.resolve(), path.parent.resolve()):
         raise RecipeError(
@@ -303,9 +304,10 @@ def _build_teacher(name: str, run: RunDir) -> BuiltModel:
 
 
 def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> list[int] | None:
-    """Return the teacher's index of each class; None if the order is the same or has no names.
+    """Return the teacher's index of each class of the data.
 
-    Raises: WeightsError if the teacher has other classes.
+    Returns: the indices; None if the order is the same, or the teacher has no class names.
+    Raises: WeightsError if the teacher has other classes, or is a multi-label model.
     """
     if built.multilabel:
         raise WeightsError(
@@ -333,7 +335,7 @@ def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> 
 
 
 def _recorded_accuracy(name: str) -> dict[str, Any]:
-    """Read split, top1 and examples from results.json if the teacher is a run directory."""
+    """Read the teacher's split, top1 and examples from results.json; empty if it has none."""
     folder = (
         locate_weights(name)
         if Path(name.removeprefix("local-dir:")).expanduser().is_dir()

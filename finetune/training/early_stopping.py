@@ -18,7 +18,7 @@ class Counters:
         stale: evaluations since `best` last improved, for early stopping.
         skipped, skipped_in_row: steps skipped because a gradient was not finite.
         seconds: training time so far.
-        pending: sums of the meter since the last log line.
+        pending: sums of `TrainMeter` since the last log line.
         scaler: state of the fp16 loss scaler.
     """
 

@@ -40,7 +40,8 @@ _MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 
 def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
     """True if a validation result during training can be reused for the published weights.
 
-    With an adapter it cannot: merging the adapter rounds the weights.
+    False with an adapter, because merging it rounds the weights, and if the validation logits are
+    too many to keep in memory.
     """
     if trainer.recipe.model.adapter is not None:
         return False
@@ -72,9 +73,12 @@ def finalize_run(
     """Evaluate the best weights, evaluate the test split once, and write results.json and model/.
 
     Args:
-        trainer, train_loader: after the last step; the report shows some training images.
-        val_loader: None if the run has no validation split; the temperature is fitted on it.
-        best_validation: a step and its evaluator; reused if that step is the best.
+        trainer: the training state after the last step.
+        train_loader: loader of the training split; the report shows some of its images.
+        val_loader: loader of the validation split, on which the temperature is fitted; None without
+            a validation split.
+        best_validation: (step, evaluator) of a validation during training; reused if that step is
+            the best.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read, after model/ is written. DivergedError if the
         loss has diverged, after everything is written.
@@ -99,7 +103,7 @@ def finalize_run(
     if trainer.is_main_process:
         _write_model_folder(trainer, results, weights)
     if (test := splits.get("test")) is not None:
-        # A new object: test images may have been fixed since the fingerprint was computed.
+        # A copy without the cached fingerprint: test images may have been fixed since the start.
         test_loader = trainer.build_loader(dataclasses.replace(test), train=False)
         evaluator = Evaluator(
             test_loader,
@@ -179,7 +183,7 @@ def _write_model_folder(
 def _use_full_split_indices(
     full_split: Split, readable_split: Split, mistakes: list[dict[str, Any]]
 ) -> None:
-    """Replace the indices of mistakes by those of the full split, which has unreadable images."""
+    """Convert the indices of mistakes from the readable images to the full split, in place."""
     if len(readable_split) == len(full_split) or readable_split.rows is None:
         return
     rows = full_split.image_rows

@@ -33,13 +33,13 @@ __all__ = ["FrozenBackbone", "build_feature_loader"]
 
 
 class FrozenBackbone:
-    """Builds the loaders of a run that trains only the head: of cached features if possible.
+    """Builds the loaders of a head-only run; they yield cached features if possible.
 
     Create it on every rank, before the network is copied or wrapped.
 
     Args:
-        setup: its network is on the accelerator's device. If features can be cached, the network
-            accepts them as input from now on.
+        setup: the training setup; its network must be on the accelerator's device. If features can
+            be cached, the network is changed to accept them as input.
 
     Attributes:
         uses_cached_features: True if the loaders yield features, False if images.
@@ -57,7 +57,7 @@ class FrozenBackbone:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: as for `TrainingSetup.build_loader`.
+        Args: same as for `TrainingSetup.build_loader`.
         Raises: DataError naming every image that cannot be read.
         """
         setup = self._setup
@@ -66,7 +66,7 @@ class FrozenBackbone:
                 logger.info(f"model.freeze: features are not cached: {self._why_not_cached}")
             return setup.build_loader(split, train=train, dtype=dtype)
         pipeline = setup.train_pipeline if train else setup.eval_pipeline
-        # The identity does not depend on the classifier, so training does not change it.
+        # `feature_identity` excludes the classifier, so training does not change it.
         if self._identity is None and self._accelerator.is_main_process:
             built = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
             self._identity = feature_identity(built, setup.eval_pipeline.transform_spec)
@@ -102,9 +102,11 @@ def build_feature_loader(
     """Build the loader of a split's features; every rank must call it.
 
     Args:
-        split, network, pipeline, identity, section, accelerator, timeout_seconds: as for
+        split, pipeline, identity, accelerator, timeout_seconds: same as for
             `load_or_compute_features`.
-    Returns: the loader, and where the features came from, for a message.
+        network, section: its `model` and `data_config`.
+        num_classes: K.
+    Returns: the loader, and a text that says where the features came from, for a log message.
     """
     features = load_or_compute_features(
         split,

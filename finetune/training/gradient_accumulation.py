@@ -25,14 +25,14 @@ def accumulate_gradients(
     """Run forward and backward on each micro-batch; ranks sync gradients after the last one.
 
     Args:
-        trainer: network, loss and Accelerator; its parameters receive the gradients.
+        trainer: the training state; the parameters of its network receive the gradients.
         num_micro_batches: length of `micro_batches`.
-        micro_batches: this rank's share of the step.
-    Returns: per micro-batch, the summed loss, the logits (B, K), the labels and, with distillation,
-        the teacher's part of the loss; all detached.
+        micro_batches: this rank's micro-batches of the step.
+    Returns: for each micro-batch a list of detached tensors: the summed loss, the logits (B, K),
+        the labels and, with distillation, the summed distillation loss.
     """
     accelerator, recipe = trainer.accelerator, trainer.recipe
-    # DDP averages gradients over ranks; the loss is a mean over the global batch.
+    # DDP averages gradients over ranks, but the loss must be the mean over the global batch.
     share = accelerator.num_processes / recipe.data.batch_size
     recomputes = recipe.model.grad_checkpointing
     outputs = []
@@ -42,7 +42,7 @@ def accumulate_gradients(
         seed_dropout(recipe.run.seed, trainer.counters.step, accelerator.process_index, index)
         with sync:
             loss_sum, logits_BK, *teacher_sum = trainer.forward(batch)
-            # A loss that is not finite may have a finite gradient: NaN reaches all ranks.
+            # A non-finite loss may have finite gradients: NaN makes every rank skip the step.
             factor = torch.where(loss_sum.detach().isfinite(), share, float("nan"))
             with _keep_values(trainer.bn_stats if recomputes else ()):
                 accelerator.backward(loss_sum * factor)
@@ -52,7 +52,7 @@ def accumulate_gradients(
 
 
 def seed_dropout(*parts: int) -> None:
-    """Seed dropout from (seed, step, rank, micro-batch): resuming needs no random state."""
+    """Seed dropout from (seed, step, rank, micro-batch), so that resuming needs no RNG state."""
     seed = 0
     for part in parts:
         seed = (seed ^ part) * 0x9E3779B97F4A7C15 % 2**63
@@ -62,13 +62,13 @@ def seed_dropout(*parts: int) -> None:
 
 @contextlib.contextmanager
 def _keep_values(statistics: Sequence[Tensor]) -> Iterator[None]:
-    """Restore batch norm statistics: with checkpointing, backward updates them a second time."""
+    """Restore batch norm statistics: activation checkpointing updates them again in backward."""
     saved = [statistic.clone() for statistic in statistics]
     yield
     copy_statistics(saved, statistics)
 
 
 def copy_statistics(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """Copy batch norm statistics into those of a network."""
+    """Copy batch norm statistics from `source` to `target`."""
     for statistic, value in zip(target, source, strict=True):
         statistic.copy_(value)

@@ -19,7 +19,8 @@ _POLL_SECONDS = 0.5
 def requested_num_processes() -> int | None:
     """Read the requested number of processes from the launcher's command line.
 
-    `accelerate launch --cpu --num_processes 2` silently starts one process.
+    It can differ from the real number: `accelerate launch --cpu --num_processes 2` silently starts
+    one process.
 
     Returns: the number, or None if the parent is not a launcher or names no number.
     """
@@ -50,7 +51,7 @@ def _num_processes_in(config_file: str | None) -> str | None:
     return str(config.get("num_processes")) if isinstance(config, dict) else None
 
 
-EXIT_GRACE_SECONDS = 5.0  # for a process that waits in C code, where no signal handler runs
+EXIT_GRACE_SECONDS = 5.0  # from SIGTERM until a process that waits in C code is killed
 
 
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
@@ -60,7 +61,7 @@ _LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 
 
 class Launcher:
-    """The launcher that started this rank; when it ends, this process gets SIGTERM.
+    """The launcher that started this rank; when it ends, a thread sends SIGTERM to this process.
 
     Attributes:
         has_ended: True once the launcher has ended.
@@ -77,7 +78,7 @@ class Launcher:
 
     @classmethod
     def from_parent_process(cls) -> Launcher | None:
-        """Start to watch the launcher. Returns: None if no launcher started this process."""
+        """Watch the parent process. Returns: the launcher, or None if the parent is not one."""
         parent = os.getppid()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             orphan = parent == 1 and not _is_launcher(parent)
@@ -94,7 +95,7 @@ class Launcher:
             os._exit(128 + signal.SIGTERM)
 
     def consume_signal(self) -> bool:
-        """Return True, once, if this object has sent the signal."""
+        """Return True if this object has sent SIGTERM since the last call."""
         sent_signal, self._sent_signal = self._sent_signal, False
         return sent_signal
 
@@ -110,5 +111,5 @@ def _is_launcher(pid: int) -> bool:
 
 @functools.cache
 def get_launcher() -> Launcher | None:
-    """Return the launcher of this process, watched from the first call on; None without one."""
+    """Return the launcher of this process, or None; the first call starts to watch it."""
     return Launcher.from_parent_process()

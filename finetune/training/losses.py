@@ -33,8 +33,8 @@ class ClassificationLoss:
     Attributes:
         label_smoothing: share of each target that is distributed evenly over all classes.
         focal_gamma: a class with probability p is weighted by (1 - p) ** focal_gamma.
-        class_weight_K: factor of each class; None: 1.
-        logit_offset_K: added to the logits; None: 0.
+        class_weight_K: weight of each class; None for 1.
+        logit_offset_K: logit adjustment, added to the logits; None for 0.
     Source: Lin et al. 2017, "Focal loss for dense object detection", equation 5; Menon et al. 2021,
         "Long-tail learning via logit adjustment", equation 10.
     """
@@ -45,12 +45,12 @@ class ClassificationLoss:
     logit_offset_K: Tensor | None = None
 
     def __call__(self, logits_BK: Tensor, labels_B: Tensor, targets_BK: Tensor | None) -> Tensor:
-        """Return the sum over the images.
+        """Return the loss summed over the images.
 
         Args:
-            logits_BK: float32.
+            logits_BK: float32 logits.
             labels_B: class indices.
-            targets_BK: soft targets of mixed images; None: the labels.
+            targets_BK: soft targets of mixed images; None uses the labels.
         """
         if self.logit_offset_K is not None:
             logits_BK = logits_BK + self.logit_offset_K
@@ -82,7 +82,7 @@ class MultilabelLoss:
     Attributes:
         label_smoothing: share of each target that is distributed evenly over all classes, as in
             timm's BinaryCrossEntropy.
-        asymmetric: gamma_neg, gamma_pos and clip; None: binary cross-entropy.
+        asymmetric: (gamma_neg, gamma_pos, clip); None for binary cross-entropy.
     Source: Ridnik et al. 2021, "Asymmetric loss for multi-label classification", equations 5 and 7.
     """
 
@@ -90,12 +90,12 @@ class MultilabelLoss:
     asymmetric: tuple[float, float, float] | None = None
 
     def __call__(self, logits_BK: Tensor, labels_BK: Tensor, targets_BK: Tensor | None) -> Tensor:
-        """Return the sum over the images.
+        """Return the loss summed over the images.
 
         Args:
-            logits_BK: float32.
-            labels_BK: 0 or 1.
-            targets_BK: soft targets in 0…1 of mixed images; None: the labels.
+            logits_BK: float32 logits.
+            labels_BK: labels, 0 or 1.
+            targets_BK: soft targets of mixed images, in 0…1; None uses the labels.
         """
         num_classes = logits_BK.shape[1]
         targets_BK = labels_BK.to(logits_BK.dtype) if targets_BK is None else targets_BK

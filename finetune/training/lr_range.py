@@ -19,8 +19,8 @@ from finetune.training.setup import build_setup
 
 __all__ = ["LrRangeCurve", "run_lr_range_test"]
 
-_SMOOTHING = 0.9  # of the running mean of the loss
-_DIVERGED_FACTOR = 4.0  # times the lowest loss so far
+_SMOOTHING = 0.9  # decay of the loss's EMA
+_DIVERGED_FACTOR = 4.0  # the test ends above this many times the lowest smoothed loss
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LrRangeCurve:
     Attributes:
         lr: the learning rates, rising by a constant factor.
         loss: the loss of the step's batch, before the update.
-        smoothed: the running mean of `loss`.
+        smoothed: bias-corrected EMA of `loss`.
     """
 
     lr: list[float]

@@ -30,8 +30,9 @@ def lr_at(
     """Return the learning rate of one optimizer step.
 
     The warm-up is linear from `warmup_lr` at step 0 to `lr` at step `warmup_steps`. Linear and
-    cosine decay start there and would reach `min_lr` at step `total_steps`, one past the last.
-    If the warm-up takes all steps, the learning rate only rises. "step" multiplies by
+    cosine decay start at `warmup_steps` and would reach `min_lr` at step `total_steps`, one past
+    the last step.
+    If the warm-up takes all steps, the learning rate only rises. "step" multiplies it by
     `step_factor` every `step_every` steps, counted from step 0 including the warm-up, and never
     goes below `min_lr`.
 

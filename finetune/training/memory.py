@@ -103,7 +103,7 @@ class MemoryEstimate:
 
     Attributes:
         fixed_bytes: independent of the number of images, such as weights cast to bf16.
-        bytes_per_image: for each image.
+        bytes_per_image: additional bytes for each image.
         flops_per_image: a multiply-accumulate counts as two; None if not counted.
     """
 
@@ -112,7 +112,7 @@ class MemoryEstimate:
     flops_per_image: float | None = None
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
-        """Add the memory of two passes; the FLOPs are those of the first."""
+        """Add the memory of two passes; keep the FLOPs of the first."""
         fixed, per_image = (
             self.fixed_bytes + other.fixed_bytes,
             self.bytes_per_image + other.bytes_per_image,
@@ -120,7 +120,7 @@ class MemoryEstimate:
         return MemoryEstimate(fixed, per_image, self.flops_per_image)
 
     def bytes_for(self, num_images: int) -> int:
-        """Return the bytes for a micro-batch of this size."""
+        """Return the bytes for a micro-batch of `num_images`."""
         return self.fixed_bytes + num_images * self.bytes_per_image
 
 
@@ -137,17 +137,18 @@ def estimate_memory(
     prepare: PrepareModel | None = None,
     with_flops: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory of a pass: a straight line through the peaks of two batch sizes.
+    """Estimate the memory of a pass by a linear fit to the peaks of two batch sizes.
 
     Args:
-        network: on its device; it does not change.
+        network: network on its device; it does not change.
         image_size: (height, width) in pixels.
-        dtype: of the forward pass; float32 without autocast.
+        dtype: autocast dtype of the forward pass; float32 means no autocast.
         num_images: size of the smaller batch, at least 2; the other is twice as large.
-        train: forward and backward in training mode; otherwise an evaluation forward pass.
-        prepare: applied to the copy first, for example to freeze blocks or checkpoint activations.
+        train: True for forward and backward in training mode, False for forward in evaluation mode.
+        prepare: applied to the fake copy before the pass, for example to freeze blocks or to enable
+            activation checkpointing.
         with_flops: also count the FLOPs.
-    Raises: whatever the network raises for such images.
+    Raises: any error that the network raises for images of this size.
     """
     fake_mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -167,12 +168,13 @@ def estimate_memory(
     num_small, num_large = max(num_images, 2), 2 * max(num_images, 2)
     try:
         first, second = peak(num_small), peak(num_large)
-    except _FAKE_TENSOR_ERRORS:  # the network depends on values: use small batches of real tensors
+    except _FAKE_TENSOR_ERRORS:  # the network reads tensor values: use small real batches
         fake_mode, num_small, num_large = None, 2, 4
         first, second = peak(num_small), peak(num_large)
     per_image = max(second - first, 0) // (num_large - num_small)
     flops = None
-    if with_flops:  # in a separate pass: the counter keeps tensors that checkpointing would free
+    # In a separate pass: the counter keeps tensors that activation checkpointing would free.
+    if with_flops:
         with prepared_copy() as network_copy:
             run = functools.partial(
                 run_step, network_copy, num_small, image_size, dtype, train=train
@@ -185,8 +187,9 @@ def fake_copy(network: nn.Module, fake_mode: FakeTensorMode | None = None) -> nn
     """Copy a network, with fake tensors if a mode is given.
 
     Args:
-        network: not wrapped by DDP.
-        fake_mode: creates the fake tensors; None: copy trainable weights and share the others.
+        network: the network, not wrapped by DDP.
+        fake_mode: mode that creates the fake tensors; None copies real tensors, except frozen
+            weights, which are shared.
     """
     memo: dict[int, Any]
     if fake_mode is not None:
@@ -244,9 +247,9 @@ def training_state_bytes(network: nn.Module, optim: OptimSection) -> dict[str, i
     """Return the bytes of the training state, which do not depend on the number of images.
 
     Args:
-        network: not wrapped; may be a fake copy.
-    Returns: "weights", "gradients", "moments" (of the optimizer) and "average" (of the EMA).
-    Raises: as `optimizer_state_bytes`.
+        network: the unwrapped network; may be a fake copy.
+    Returns: a dict with keys "weights", "gradients", "moments" (optimizer) and "average" (EMA).
+    Raises: same as `optimizer_state_bytes`.
     """
     weights = tensor_bytes(network.state_dict().values())
     return {
@@ -261,7 +264,7 @@ def checkpoint_bytes(state_bytes: Mapping[str, int], *, adapter: bool) -> int:
     """Return the bytes of a checkpoint; with an adapter it holds only trained weights.
 
     Args:
-        state_bytes: from `training_state_bytes`.
+        state_bytes: the result of `training_state_bytes`.
     """
     if not adapter:
         return state_bytes["weights"] + state_bytes["moments"] + state_bytes["average"]
@@ -273,7 +276,7 @@ def optimizer_state_bytes(network: nn.Module, optim: OptimSection) -> int:
 
     Measured by one step on one parameter of each shape, so the network does not change.
 
-    Raises: RecipeError or SetupError as `build_optimizer` does.
+    Raises: same as `build_optimizer`.
     """
     names = {"name", "lr", "momentum", "betas", "weight_decay", "args"}
     settings = optim.model_dump(include=names)  # the others only group parameters

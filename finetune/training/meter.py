@@ -20,11 +20,12 @@ class TrainMeter:
         """Start the clock.
 
         Args:
-            seconds_before: time that earlier parts of a resumed run took.
+            seconds_before: training time before the resume; 0 for a new run.
+            has_teacher: also sum the distillation loss.
         """
         self._device = device
         self._num_sums = 4 + has_teacher
-        self._is_multilabel = False  # taken from the labels
+        self._is_multilabel = False  # set by `update` from the shape of the labels
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         self._start_time = time.perf_counter() - seconds_before
         self._reset()
@@ -44,7 +45,7 @@ class TrainMeter:
         """Add one micro-batch of this rank, unless the step was skipped.
 
         Args:
-            teacher_sum: the teacher's part of the loss, with distillation.
+            teacher_sum: the summed distillation loss; only with a teacher.
             step_taken: boolean on the device; False for a skipped step.
         """
         self._is_multilabel = labels_B.ndim == 2
@@ -62,14 +63,14 @@ class TrainMeter:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the run, including earlier parts."""
+        """Training time of the run in seconds, including the time before a resume."""
         return time.perf_counter() - self._start_time
 
     def local_sums(self) -> Tensor:
         """Return the sums of this rank, (4,): loss, top-1 hits, top-5 hits, images.
 
-        With a teacher, its part of the loss comes fifth. Multi-label: true positives, then
-        predicted + actual positives, at threshold 0.5.
+        With a teacher, the distillation loss comes fifth, (5,). Multi-label: instead of the hits,
+        true positives, then predicted + actual positives, at threshold 0.5.
         """
         return self._sums.clone()
 
@@ -107,7 +108,7 @@ class TrainMeter:
         }
 
     def pause(self) -> float:
-        """Return the time at which something other than training begins, for `resume`."""
+        """Return the current time, to pass to `resume` when training continues."""
         return time.perf_counter()
 
     def resume(self, paused_at: float) -> None:

@@ -40,12 +40,14 @@ def param_groups(
     """Group the trainable parameters by weight decay and by learning-rate scale.
 
     Args:
-        model: frozen parameters (requires_grad False) are left out.
-        weight_decay: of the decayed parameters; the others get 0.
+        model: the network; frozen parameters (requires_grad False) are excluded.
+        lr: learning rate of groups with scale 1.
+        weight_decay: weight decay of the decayed parameters; the others get 0.
         decay: "matrices" excludes biases, norms, position embeddings, class tokens, bias tables and
             the names in the model's `no_weight_decay()`; "all" decays every parameter.
-        layer_decay: learning-rate factor per layer below the head, whose scale is 1; None: none.
-    Returns: groups with "params", "weight_decay", "lr" and "lr_scale".
+        layer_decay: learning-rate factor per layer below the head, whose scale is 1; None for scale
+            1 in all layers.
+    Returns: parameter groups with keys "params", "weight_decay", "lr" and "lr_scale".
     Raises: RecipeError if nothing is trainable.
     Source: BEiT, optim_factory.py, through timm.optim.param_groups_layer_decay.
     """
@@ -68,7 +70,7 @@ def param_groups(
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise RecipeError(
-            "model.freeze: leaves no parameter to train; freeze fewer blocks or train the head",
+            "model.freeze: no parameter is left to train; freeze fewer blocks or train the head",
             code="recipe.conflict",
         )
     for group in groups:
@@ -96,11 +98,11 @@ def build_optimizer(
     Nesterov momentum, which is `args={"nesterov": True}` here.
 
     Args:
-        model: its trainable parameters are grouped by `param_groups`.
-        name: one of timm.optim.list_optimizers(), first-order and with a state of tensors.
+        model: the network; `param_groups` groups its trainable parameters.
+        name: one of timm.optim.list_optimizers(), of first order and with a state of plain tensors.
         lr: learning rate; `set_lr` changes it at every step.
-        momentum: for optimizers that have one.
-        betas: for optimizers that have them; None: the optimizer's default.
+        momentum: momentum of optimizers that have one.
+        betas: betas of optimizers that have them; None for the optimizer's default.
         weight_decay, decay, layer_decay: see `param_groups`.
         args: further arguments of the optimizer class.
         sharded: True if FSDP will shard the network.

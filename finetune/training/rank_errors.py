@@ -25,7 +25,7 @@ __all__ = ["RankErrors", "error_from_rank"]
 
 POLL_SECONDS = 0.5
 STORE_TIMEOUT_SECONDS = 3.0  # a store on this machine or network answers in milliseconds
-LINGER_SECONDS = 5.0  # for rank 0 to finish the record before the launcher ends it
+LINGER_SECONDS = 5.0  # other ranks wait this long for rank 0 to write run.json
 
 _LOST_CONNECTION = re.compile(
     r"gloo|nccl|closed by peer|reset by peer|timed out waiting", re.IGNORECASE
@@ -38,10 +38,10 @@ class RankErrors:
     The ranks write to the store of the launcher (or of rank 0), which outlives their connections.
 
     Args:
-        rank, world: index of this process and number of processes.
-        launch_id: the same on every rank; other launches may share the store.
-        timeout_seconds: the timeout of collectives, named in the message.
-        launcher: the store ends with it.
+        rank, world_size: index of this process and number of processes.
+        launch_id: number that is the same on every rank; other launches may share the store.
+        timeout_seconds: timeout of collectives, for the message.
+        launcher: launcher of this process; once it has ended, the store is not used.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankErrors:
 
     @contextlib.contextmanager
     def report_cause(self) -> Iterator[None]:
-        """Report this rank's error to the others, or raise theirs if the connection was lost."""
+        """Report the block's error to other ranks, or raise theirs after a lost connection."""
         try:
             yield
         except BaseException as error:
@@ -82,9 +82,10 @@ class RankErrors:
 
     @contextlib.contextmanager
     def end_rank_0_first(self) -> Iterator[None]:
-        """Let rank 0 end first if all ranks fail alike: a launcher kills the others after one ends.
+        """Let rank 0 end first if all ranks fail with the same error, so that it can print it.
 
-        Errors are shared as by `report_cause`.
+        The launcher kills the other ranks as soon as one ends. Errors are shared in the same way as
+        by `report_cause`.
         """
         try:
             with self.report_cause():
@@ -94,7 +95,7 @@ class RankErrors:
                 self._call_store(lambda store: store.set(f"{self._prefix}/ended", "0"))
             elif self.world_size > 1 and _ends_every_rank(error):
                 self._wait_until(lambda: self._read_key("ended") is not None, LINGER_SECONDS)
-                time.sleep(POLL_SECONDS)  # until it has printed its message
+                time.sleep(POLL_SECONDS)  # until rank 0 has printed its message
             raise
 
     def _find_cause(self, error: BaseException) -> BaseException:
@@ -108,7 +109,7 @@ class RankErrors:
         return self._known_cause
 
     def _publish_error(self, error: BaseException) -> None:
-        """Write an error to the store; a later rank with the same error does not print it."""
+        """Write an error to the store; later ranks with the same error do not print it again."""
         public_error = (
             error if isinstance(error, FinetuneError) else FinetuneError(type(error).__name__)
         )

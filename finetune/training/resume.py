@@ -1,6 +1,6 @@
 """Start or resume a run: check that it is the recorded run, and write run.json.
 
-Only rank 0 calls these functions; they use neither the network nor the other processes.
+Only rank 0 calls these functions; they neither run the model nor communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def start_or_resume(
     """Start the run's record, or check that the recorded run is the same run.
 
     Args:
-        run: opened by this process.
-        precision: "fp32", "bf16" or "fp16", as resolved for this machine.
+        run: the run directory, opened by this process.
+        precision: "fp32", "bf16" or "fp16", resolved for this machine.
         resume: True if the user gave --resume.
         teacher: `Distillation.teacher_info`; None without a teacher.
     Returns: the step to continue from; None if the run is already done.
     Raises: SetupError if a run exists already and `resume` is False; RecipeError or DataError if
-        recipe or data differ; CheckpointError if no checkpoint is intact.
+        recipe or data differ from the recorded run; CheckpointError if no checkpoint is intact.
     """
     if not resume:
         check_no_existing_run(run)
@@ -62,7 +62,7 @@ def start_or_resume(
             logger.info(line)
     elif not record:
         raise CheckpointError(
-            f"{run.path / 'run.json'}: is missing, so the data of the run cannot be checked; "
+            f"{run.path / 'run.json'}: the file is missing, so the data cannot be checked; "
             "restore it from a copy, or train in another --out",
             code="checkpoint.damaged",
         )
@@ -76,10 +76,10 @@ def start_or_resume(
         start_step = run.newest_intact_step() or 0
         if (recorded_num_steps := _recorded_num_steps(record, setup)) != setup.num_steps:
             logger.info(
-                f"{run.path}: {setup.num_steps} steps instead of {recorded_num_steps}; nothing "
-                f"changes up to step {start_step}"
+                f"{run.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
+                f"the learning rates up to step {start_step} are the same"
             )
-    # Checkpoints after the start are damaged; one of them would be taken for the newest later.
+    # Remove checkpoints after `start_step`: they are damaged, but count as the newest by step.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
     run.drop_metrics_after(start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
@@ -95,7 +95,7 @@ def check_no_existing_run(run: RunDir) -> None:
     record = read_record(run)
     if run.checkpoint_steps() or _is_done(run, record):
         raise SetupError(
-            f"{run.path}: contains a run already ({record.get('status', 'unknown')}); continue it "
+            f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it "
             "with --resume, or choose another --out",
             code="setup.run_exists",
         )
@@ -108,7 +108,7 @@ def _is_done(run: RunDir, record: RunRecord) -> bool:
 def _provenance_record(
     setup: TrainingSetup, fingerprints: dict[str, str], teacher: Mapping[str, Any] | None
 ) -> RunRecord:
-    """Return the record of a run's data, weights and teacher."""
+    """Return the fields of run.json that identify data, weights and teacher."""
     provenance: RunRecord = {
         "data_fingerprint": _combined_sha256(fingerprints),
         "split_fingerprints": fingerprints,
@@ -138,7 +138,7 @@ def _check_same_run(
         for key in old[section] | new[section]
         if old[section].get(key) != new[section].get(key)
     }
-    # The test split is not in the list: it may be fixed before it is evaluated.
+    # The test split is excluded: its images may be fixed until it is evaluated.
     recorded = record.get("split_fingerprints", {})
     changed_splits = [
         name for name in _TRAINING_FINGERPRINTS if recorded.get(name) != fingerprints.get(name)
@@ -188,7 +188,7 @@ def _check_same_teacher(run: RunDir, record: RunRecord, teacher: Mapping[str, An
 
 
 def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
-    """True if both run lengths give the same learning rates up to the last checkpoint.
+    """True if old and new run length give the same learning rates up to the last checkpoint.
 
     That is the case with a constant learning rate, and during the warm-up.
     """

@@ -71,8 +71,8 @@ def raise_if_diverged(run: RunDir, setup: TrainingSetup, results: dict[str, Any]
         not train_losses or train_losses[-1] > chance_loss
     ):
         raise DivergedError(
-            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, but "
-            f"guessing has {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) or set "
+            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, and "
+            f"that of guessing is {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) or set "
             f"optim.clip_norm, and choose another --out. The weights of step "
             f"{results['best_step']}, the results and all checkpoints are kept here.",
             code="diverged.loss",
@@ -92,7 +92,7 @@ def _logged_losses(history: Sequence[dict[str, Any]], split: str) -> list[float]
 def _final_loss(
     setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
 ) -> float:
-    """Return the last validation loss; without validation the test loss, or the training loss.
+    """Return the last validation loss, or else the test loss, or else the last training loss.
 
     The training loss counts as 0 if class weights or a teacher change its scale.
     """
@@ -125,7 +125,7 @@ def _chance_level_sign(results: dict[str, Any], num_classes: int) -> str:
 
 
 def _random_ranking_sign(metrics: dict[str, Any], split: str) -> str:
-    """Return the same for the mean average precision of multi-label results."""
+    """Return a sentence if the multi-label mAP could be due to chance, or an empty string."""
     examples = metrics["examples"]
     mean, std = chance_mean_average_precision(
         [row["support"] for row in metrics["per_class"]], examples
@@ -160,8 +160,8 @@ def check_setup(setup: TrainingSetup) -> list[str]:
 def _check_ignored_keys(recipe: Recipe) -> list[str]:
     """Warn about `optim` keys that have no effect.
 
-    They are no errors: otherwise `optim.schedule=constant` would have to unset every key that it
-    disables.
+    They do not raise an error: otherwise `optim.schedule=constant` would also need every key unset
+    that it disables.
     """
     from timm.optim import get_optimizer_info
 
@@ -232,7 +232,7 @@ def _check_class_balance(setup: TrainingSetup) -> list[str]:
     if not imbalance:
         return []
     if setup.is_multilabel:
-        return [f"{imbalance}: F1 and average precision of rare classes rest on few images"]
+        return [f"{imbalance}: F1 and average precision of rare classes are based on few images"]
     optim, sampling = setup.recipe.optim, setup.recipe.data.sampling
     advice = "add images of them, set optim.class_weights=balanced, and "
     if sampling or optim.class_weights or optim.focal_gamma or optim.logit_adjustment:

@@ -55,7 +55,7 @@ class TrainingSetup:
         num_samples: images in the training split; after `with_num_samples`, the readable ones.
         local_world_size: processes that share this host's memory.
         show_progress: True to show progress bars.
-        labels: of the readable training images; None: of all training images.
+        labels: labels of the readable training images; None for those of the whole split.
     """
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class TrainingSetup:
 
     @property
     def num_classes(self) -> int:
-        """K."""
+        """Number of classes, K."""
         return len(self.source.class_names)
 
     @property
@@ -83,7 +83,7 @@ class TrainingSetup:
     def with_num_samples(
         self, num_samples: int, labels: NDArray[Any] | None = None
     ) -> TrainingSetup:
-        """Return a copy with this number of training images and these labels; steps follow."""
+        """Return a copy with these training images; steps per epoch and run length change too."""
         return dataclasses.replace(self, num_samples=num_samples, labels=labels)
 
     def fingerprints(self) -> dict[str, str]:
@@ -113,7 +113,7 @@ class TrainingSetup:
 
     @property
     def epoch_class_counts(self) -> NDArray[np.int64]:
-        """Images of each class in an epoch, (K,); not `class_counts` with data.sampling."""
+        """Images of each class in an epoch, (K,); data.sampling changes them."""
         kind = self.recipe.data.sampling
         return self.class_counts if kind is None else compute_class_draws(self.class_counts, kind)
 
@@ -123,7 +123,7 @@ class TrainingSetup:
 
     @property
     def sampler(self) -> DistributedBatchSampler:
-        """The order of the training images."""
+        """The sampler, which computes the training images of each step."""
         kind, seed = self.recipe.data.sampling, self.recipe.run.seed
         return DistributedBatchSampler(
             self.num_samples,
@@ -175,8 +175,8 @@ class TrainingSetup:
         """Return the learning rate of an optimizer step.
 
         Args:
-            step: 0-based index of the step, or number of steps done before it.
-            total_steps: length of the run; None: `num_steps`.
+            step: 0-based index of the step, which is the number of steps done before it.
+            total_steps: length of the run; None for `num_steps`.
         """
         optim, total = self.recipe.optim, self.num_steps if total_steps is None else total_steps
         return lr_at(
@@ -214,7 +214,7 @@ class TrainingSetup:
         Args:
             split: one of the source's splits.
             train: use the training transforms; otherwise the evaluation transforms, in float32.
-            dtype: of the training images.
+            dtype: dtype of the training images.
         Raises: DataError naming every image that cannot be read.
         """
         data = self.recipe.data
@@ -305,7 +305,7 @@ def build_setup(
     """Open the data and build the network and transforms of a recipe.
 
     Args:
-        recipe: validated and complete.
+        recipe: a validated recipe, from `load_recipe`.
         local_world_size: processes that share this host's memory.
     Returns: the setup; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError if recipe, data and weights do not match.
@@ -350,7 +350,7 @@ def _open_source(recipe: Recipe) -> Source:
     """Open the data with the splits that the recipe uses."""
     source = open_data(recipe.data, recipe.run.seed)
     if "train" not in source.splits:
-        message = f"{source.name}: no train split, only {', '.join(source.splits)}; name another"
+        message = f"{source.name}: has no train split, only {', '.join(source.splits)}; add one"
         raise DataError(message, code="data.no_split")
     if not recipe.run.test:
         splits = {name: split for name, split in source.splits.items() if name != "test"}

@@ -18,7 +18,7 @@ __all__ = ["StopSignals"]
 
 
 class _SignalReceived(BaseException):
-    """A signal on its way out of `raise_immediately`; no `except Exception` catches it."""
+    """Raised for a signal in `raise_immediately`; `except Exception` does not catch it."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -34,16 +34,17 @@ class StopSignals:
     """Turn the first stop signal into a request to stop; the second one ends the process.
 
     Args:
-        launcher: its end counts as a first SIGTERM, never as a second signal. Neither does a signal
-            that it passes on after Slurm or a terminal has sent it to both processes.
+        launcher: launcher of this process. Its end counts as a first SIGTERM, but never as the
+            second signal. The same signal forwarded by the launcher, after Slurm or a terminal has
+            sent it to both processes, does not count as the second one either.
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         self.received: int = 0
         self._launcher = launcher
         self._may_be_passed_on = launcher is not None
-        self._message: str | None = None  # of the error to raise; None: signals are deferred
-        self._has_raised = False  # a later error in the same block may stem from it
+        self._message: str | None = None  # error message; None while signals are deferred
+        self._has_raised = False  # for a signal; a later error in the block may be a result
         self._previous_handlers: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -54,12 +55,12 @@ class StopSignals:
 
     @contextlib.contextmanager
     def raise_immediately(self, message: str) -> Iterator[None]:
-        """Let a signal interrupt the block immediately, because nothing needs to be saved.
+        """Let a signal interrupt the block immediately; for code after which nothing needs saving.
 
         Blocks can be nested, also with `deferred`.
 
         Args:
-            message: of the `Interrupted` error.
+            message: message of the `Interrupted` error.
         Raises: Interrupted after a signal, even if code in the block replaced the exception or
             dropped it: C code and `__del__` may swallow what a signal handler raises.
         """
@@ -72,7 +73,7 @@ class StopSignals:
         except _SignalReceived as error:
             raise error.as_interrupted() from None
         except Exception as error:
-            # An error without a signal, or after a deferred one, stays what it is.
+            # Do not replace an error without a signal, or after a deferred one.
             if self._has_raised and not isinstance(error, Interrupted):
                 raise Interrupted(message, self.received) from error
             raise
@@ -81,7 +82,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record a signal in the block, which may check `received`; raise after the block."""
+        """Only record signals inside the block, in `received`; raise after the block."""
         outer, self._message = self._message, None
         try:
             yield
@@ -113,5 +114,5 @@ class StopSignals:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if isinstance(error, _SignalReceived):  # raised after the block, before its exit
+        if isinstance(error, _SignalReceived):  # raised between the end of the block and here
             raise error.as_interrupted() from None

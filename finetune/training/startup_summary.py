@@ -1,4 +1,4 @@
-"""The lines logged before training, and warnings about settings that are too small or ignored."""
+"""The summary logged before training: network, images, classes, length, device and output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Training from the first line to the last: build, prepare data, train, finalize.
+"""The whole training run: build, prepare data, train, finalize.
 
-Read it from top to bottom: the recipe becomes data, network and optimizer; then one step after the
-other; at the end the best weights become `model/`, and the test split is evaluated once.
+Read it from top to bottom: it builds data, network and optimizer from the recipe, runs the training
+steps, writes the best weights to `model/`, and evaluates the test split once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
 
-LOCK_TIMEOUT_SECONDS = 30.0  # after a restart, the previous rank 0 may need as long to end
+LOCK_TIMEOUT_SECONDS = 30.0  # when restarted, the previous rank 0 may take this long to end
 
 
 def train(
@@ -72,11 +72,11 @@ def train(
     Args:
         recipe: from `load_recipe`.
         out: the run directory.
-        resume: continue from the newest intact checkpoint in `out`; without one, start.
+        resume: continue from the newest intact checkpoint in `out`; start from step 0 without one.
         dry_run: check everything, but train and write nothing.
-        keep_process_group: keep the processes connected for another run; end them later with
+        keep_process_group: keep the process group for another run; destroy it later with
             `destroy_process_group`.
-    Returns: the content of results.json; with `dry_run` the plan.
+    Returns: the content of results.json; with `dry_run`, the plan of the run.
     Raises: FinetuneError; its subclass sets the exit code.
     """
     init_from = None  # run directory of the previous stage
@@ -114,7 +114,7 @@ def _train(
     dry_run: bool,
     keep_process_group: bool,
 ) -> dict[str, Any]:
-    """Train one stage or the run itself, from the weights of the previous stage if given."""
+    """Train one stage, or the run itself; `init_from`: run directory of the previous stage."""
     run = RunDir(out)
     accelerator = create_accelerator(recipe.run, out=run.path)
     launcher = get_launcher()
@@ -178,7 +178,8 @@ def _build_trainer(
 
     Args:
         init_from: run directory of the previous stage, whose weights replace the pretrained ones.
-    Raises: RecipeError, DataError, WeightsError or SetupError if they do not match.
+    Raises: RecipeError, DataError, WeightsError or SetupError if recipe, data, weights and machine
+        do not match.
     """
     setup = build_setup(
         recipe,
@@ -238,7 +239,7 @@ def _train_loop(
 ) -> tuple[int, Evaluator] | None:
     """Run the remaining steps.
 
-    Returns: step and evaluator of the best validation, if its logits are kept for the end.
+    Returns: (step, evaluator) of the best validation, for `finalize_run`; None if it is not reused.
     Raises: Interrupted after a signal; the last step is saved by then.
     """
     setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters
@@ -311,7 +312,7 @@ def _train_loop(
 def _save_if_unreadable(
     micro_batches: Iterator[Batch], trainer: TrainerState, meter: TrainMeter, signals: StopSignals
 ) -> Iterator[Batch]:
-    """Yield the micro-batches of a step; if one cannot be read, save the previous steps first.
+    """Yield the micro-batches of a step; if one cannot be read, save a checkpoint before raising.
 
     A signal interrupts the wait for a micro-batch. With several processes, nothing is saved: the
     other ranks may have all their micro-batches.
@@ -351,7 +352,7 @@ def _validate(trainer: TrainerState, evaluator: Evaluator, meter: TrainMeter) ->
 class _EtaEstimator:
     """Estimate the remaining time once, early in a long run."""
 
-    _STEPS, _SECONDS = 3, 10.0  # measured before the estimate
+    _STEPS, _SECONDS = 3, 10.0  # minimum to measure before the estimate
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps

@@ -1,6 +1,6 @@
 """Training state of one process (network, optimizer, EMA, counters) and the training step.
 
-`train` calls these methods; the Accelerator is only passed in.
+`train` calls these methods and passes in the Accelerator.
 """
 
 # B batch, K classes
@@ -58,8 +58,8 @@ class DelayedScalars:
     step.
 
     Args:
-        device: of the tensors.
-        delayed: True to read one step later; None: on a GPU only.
+        device: device of the tensors.
+        delayed: True to read one step later; None does so on a GPU only.
     """
 
     def __init__(self, device: torch.device, *, delayed: bool | None = None) -> None:
@@ -91,7 +91,7 @@ class DelayedScalars:
         while len(self._pending) > num_delayed:
             value, copied = self._pending.popleft()
             if copied is not None:
-                copied.synchronize()  # of the previous step, so it has arrived
+                copied.synchronize()  # hardly waits: the copy is from the previous step
             numbers.append(float(value))
         return numbers
 
@@ -100,11 +100,11 @@ class TrainerState:
     """The training state of one process; `build_trainer_state` builds it.
 
     Args:
-        setup: of the run; once the data is open, with the number of readable images.
+        setup: the training setup; replaced once the number of readable images is known.
         accelerator: from `create_accelerator`; it has prepared the network and the optimizer.
-        ema: averaged weights, with `optim.ema_decay`.
-        frozen_backbone: builds the loaders of a run that trains only the head.
-        distillation: adds a teacher's part to the loss.
+        ema: EMA of the network; None unless `optim.ema_decay` is set.
+        frozen_backbone: builds the loaders of a run that trains only the head; None for other runs.
+        distillation: adds the distillation loss of a teacher; None unless `distill` is set.
         is_compiled: True if training steps are compiled.
     """
 
@@ -153,7 +153,7 @@ class TrainerState:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: as for `TrainingSetup.build_loader`.
+        Args: same as for `TrainingSetup.build_loader`.
         Raises: DataError naming every image that cannot be read.
         """
         if train and self.distillation is not None:
@@ -192,7 +192,7 @@ class TrainerState:
         """Run the forward pass of a batch.
 
         Returns: the loss summed over the batch, the logits (B, K) in float32 and, with
-            distillation, the teacher's part of the loss.
+            distillation, the summed distillation loss.
         Raises: RecipeError if batch norm gets a single value per channel.
         """
         try:
@@ -212,7 +212,7 @@ class TrainerState:
         return loss_sum, logits_BK, teacher_sum
 
     def _clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip the gradient norm if a limit is given. Returns: the norm before clipping, global."""
+        """Clip the gradients if `max_norm` is given. Returns: the global norm before clipping."""
         accelerator = self.accelerator
         if self.is_sharded and not (max_norm is None and accelerator.is_fsdp2):
             limit = float("inf") if max_norm is None else max_norm
@@ -240,7 +240,10 @@ class TrainerState:
             scaler.update()  # as scaler.step would have done
 
     def _count_skipped_steps(self, finite: Iterable[float]) -> None:
-        """Count skipped steps among the steps whose result has arrived.
+        """Count skipped steps.
+
+        Args:
+            finite: for each step, 1 if its gradient was finite, 0 if the step was skipped.
 
         Raises: DivergedError after `run.max_skipped` skipped steps in a row.
         """
@@ -290,7 +293,7 @@ class TrainerState:
                 )
 
     def eval_model(self) -> nn.Module:
-        """Return the network to evaluate: the EMA if used, and never wrapped by DDP."""
+        """Return the network to evaluate, without its DDP wrapper: the EMA if the run has one."""
         if self.ema is not None:
             return self.ema.module
         return self.model if self.is_sharded else self.accelerator.unwrap_model(self.model)
@@ -385,7 +388,7 @@ class TrainerState:
     def sync_batch_norm(self) -> None:
         """Average the running statistics of batch norm over ranks, since their images differ.
 
-        The EMA takes those of rank 0, which checkpoints save.
+        The EMA's statistics are broadcast from rank 0, whose EMA the checkpoints contain.
         """
         if self.accelerator.num_processes == 1:
             return
@@ -418,7 +421,10 @@ class TrainerState:
         return _bn_buffers(self.model)
 
     def sync_stop_signal(self, received: int) -> int:
-        """Stop all ranks at the same step after a signal to any. Returns: its number, or 0."""
+        """Agree on a stop signal, so that all ranks stop at the same step.
+
+        Returns: the number of a signal that any rank has received, or 0.
+        """
         if self.accelerator.num_processes == 1:
             return received
         signals = torch.full((1,), received, device=self.accelerator.device)
@@ -428,7 +434,7 @@ class TrainerState:
     def load_best_weights(self) -> tuple[int, dict[str, Tensor]]:
         """Load the best weights into `eval_model`, and merge an adapter.
 
-        Returns: the step of the best checkpoint, and its weights under the names without adapter.
+        Returns: the step of the best checkpoint, and its weights, named as without an adapter.
         Raises: CheckpointError if no checkpoint is intact.
         """
         self.wait_for_checkpoint()

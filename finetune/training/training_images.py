@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 NUM_EPOCHS = 8
-_NUM_IMAGES = 4  # images in a report
+_NUM_IMAGES = 4  # training images in a report
 _THUMBNAIL_SIDE = 128  # pixels
-# For all images in a report, original and transformed: less than a second on one core.
+# Limit for all images of a report, original and transformed; takes under a second on one core.
 _MAX_PIXELS = 40_000_000
 
 
@@ -46,8 +46,8 @@ class AugmentedImage:
     """A training image with its augmented versions.
 
     Attributes:
-        name: of the image.
-        labels: index of its class, or of all its classes.
+        name: name of the image in its split.
+        labels: its class index, or all its class indices for multi-label data.
         decoded: the original, (H, W, 3) uint8.
         trained: the network input in each epoch, (E, h, w, 3) uint8; E is 1 without random
             transforms.
@@ -85,7 +85,7 @@ def augment_images(
         split: the training split, without quarantined images.
         same_size: True if all images of the split have the same size, so that they form one tensor.
         num_epochs: epochs to show, from the first.
-        dtype: of the images in training.
+        dtype: dtype of the images in training.
     Raises: DataError if an image, or one that is mixed into it, cannot be read.
     """
     train, device = setup.train_pipeline, setup.device
@@ -122,7 +122,7 @@ def augment_images(
 def _find_batch_rows(
     sampler: DistributedBatchSampler, indices: Sequence[int], num_epochs: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find the images in the batches of training, each with the image that is mixed into it.
+    """Find the images in the training batches, each with the image that is mixed into it.
 
     Returns: augmentation keys (R,), sample indices (R,), the row that is mixed into each row (R,),
         and the row of each image in each epoch (E, S).

@@ -1,16 +1,16 @@
 """Color operations on float32 pixels from 0 to 255, with one parameter per sample.
 
-A batch can hold images of several sizes: each image occupies the upper left corner of a shared
-canvas, and `sizes` (B, 2) gives the heights and widths. Operations read no pixel outside an image,
-and the values that they leave there are undefined. Sums over such images add integers, so that
-the size of the canvas does not change the rounding.
+Images of several sizes can share a canvas: each image occupies its upper left corner, and `sizes`
+(B, 2) gives the heights and widths. Operations read no pixel outside an image, and leave undefined
+values there. Sums over such images add values rounded to multiples of a fixed step, so they are
+exact and do not depend on the size of the canvas.
 
 No operation rounds its result, so each agrees with torchvision on float images. torchvision's uint8
-path truncates after each operation: values are half a level lower on average and at most about two
-(1.4 and 5 over the four operations of color_jitter). Larger differences occur where an operation is
-steep or discontinuous: posterize and solarize on values that earlier operations left between two
-integers, equalize, whose table can jump between neighboring values, and hue after another operation
-near gray.
+path truncates after every operation: its values are 0.5 of 255 levels lower on average and at most
+about 2 (1.4 and 5 over the four operations of color_jitter). Differences are larger where an
+operation is steep or discontinuous: posterize and solarize, if earlier operations left values
+between two integers; equalize, whose lookup table can jump between neighboring values; and hue near
+gray, after another operation.
 """
 
 # B batch, H W pixels
@@ -43,26 +43,27 @@ JitterRange = float | tuple[float, float]
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 
-# 3x3 weighted mean, with the weights of Pillow's SMOOTH filter
+# 3x3 weighted mean; weights of Pillow's SMOOTH filter
 _SMOOTHING_KERNEL = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / np.float32(13)
 _SUM_STEPS_PER_LEVEL = 2.0**18  # rounding to 1 / this keeps sums up to 2**27 exact in any order
 
 
 def _per_sample(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
-    """Return (B,) numbers as a (B, 1, 1, 1) tensor on the device of the images."""
+    """Return (B,) numbers as a (B, 1, 1, 1) tensor on the device of `like`."""
     return to_device(values.astype(np.float32), like.device).view(-1, 1, 1, 1)
 
 
 def _to_grayscale(images_B3HW: Tensor) -> Tensor:
-    """Return the grayscale images (B, 1, H, W), with torchvision's weights."""
+    """Convert to grayscale (B, 1, H, W), with torchvision's channel weights."""
     red, green, blue = images_B3HW[:, :1], images_B3HW[:, 1:2], images_B3HW[:, 2:]
     return (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
 def _mean_grayscale(gray_B1HW: Tensor, sizes: IntArray | None) -> Tensor:
-    """Return the mean (B, 1, 1, 1) of each image."""
+    """Return the mean gray value of each image, (B, 1, 1, 1)."""
     if sizes is None:
-        # row by row: torch splits one reduction over a large image by the number of threads
+        # reduce rows first: torch splits a single large reduction by the number of threads, which
+        # would change the rounding
         return gray_B1HW.mean(3, keepdim=True).mean(2, keepdim=True)
     dtype = torch.float32 if gray_B1HW.device.type == "mps" else torch.float64  # MPS has no float64
     rounded = (
@@ -79,14 +80,14 @@ def adjust_brightness_contrast_saturation(
 ) -> Tensor:
     """Adjust brightness, contrast or saturation in place, one of them per sample.
 
-    Brightness scales the distance from black, contrast the distance from the mean gray of the
-    image, saturation the distance from the gray of the pixel.
+    Brightness scales the distance of a pixel from black, contrast that from the mean gray value of
+    the image, saturation that from the pixel's own gray value.
 
     Args:
-        images_B3HW: float32.
-        factors: (B,) 1 leaves a sample unchanged.
-        kinds: (B,) BRIGHTNESS, CONTRAST or SATURATION; any other kind must have factor 1.
-        sizes: see the module docstring.
+        images_B3HW: float32 images.
+        factors: (B,) scale factors; 1 leaves a sample unchanged.
+        kinds: (B,) BRIGHTNESS, CONTRAST or SATURATION; samples of kind HUE must have factor 1.
+        sizes: (B, 2) image sizes; see the module docstring.
     """
     factor = _per_sample(factors, images_B3HW)
     complement = 1 - factor
@@ -104,11 +105,11 @@ def adjust_brightness_contrast_saturation(
 
 
 def adjust_hue(images_B3HW: Tensor, shifts: FloatArray) -> Tensor:
-    """Shift the hue by a fraction of the color circle, through HSV.
+    """Shift the hue in HSV space by a fraction of the color circle.
 
     Args:
-        images_B3HW: float32.
-        shifts: (B,) from -0.5 to 0.5.
+        images_B3HW: float32 images.
+        shifts: (B,) shifts from -0.5 to 0.5.
     """
     red, green, blue = images_B3HW[:, :1], images_B3HW[:, 1:2], images_B3HW[:, 2:]
     value = images_B3HW.amax(1, keepdim=True)
@@ -118,10 +119,10 @@ def adjust_hue(images_B3HW: Tensor, shifts: FloatArray) -> Tensor:
         green - blue,
         torch.where(green == value, (blue - red) + 2 * chroma, (red - green) + 4 * chroma),
     )
-    # the hue of gray pixels is undefined and has no effect: their chroma is 0
+    # for gray pixels the hue is undefined, but has no effect because their chroma is 0
     hue = sextant / chroma.clamp(min=1e-6) + _per_sample(6 * shifts, chroma)
     hue = hue - 6 * torch.floor(hue / 6)
-    # a channel is full up to 1/6 of the circle from its own hue, and empty from 2/6 on
+    # a channel has full weight within 1/6 of the circle from its own hue, and none beyond 2/6
     channel_hues = torch.arange(0.0, 6.0, 2.0, device=hue.device).view(3, 1, 1)
     weight = (hue - channel_hues).abs_().sub_(3).abs_().neg_().add_(2).clamp_(0, 1)
     return torch.addcmul(value, chroma, weight, value=-1)
@@ -130,13 +131,13 @@ def adjust_hue(images_B3HW: Tensor, shifts: FloatArray) -> Tensor:
 def apply_color_jitter(
     images_B3HW: Tensor, factors: FloatArray, order: IntArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Adjust brightness, contrast, saturation and hue in place, in an order per sample.
+    """Adjust brightness, contrast, saturation and hue in place, in a separate order per sample.
 
     Args:
-        images_B3HW: float32.
-        factors: (B, 4) one parameter for each of the four adjustments.
-        order: (B, N) the adjustment to apply at each step.
-        sizes: see the module docstring.
+        images_B3HW: float32 images.
+        factors: (B, 4) parameters of the adjustments BRIGHTNESS, CONTRAST, SATURATION and HUE.
+        order: (B, N) adjustment of each sample at each of N steps.
+        sizes: (B, 2) image sizes; see the module docstring.
     """
     rows = np.arange(len(order))
     for kinds in order.T:
@@ -179,7 +180,7 @@ def color_jitter(
 
 
 def _jitter_range(jitter: JitterRange, center: float) -> tuple[float, float]:
-    """Return the range to draw from: a tuple as given, else center ± jitter (factors from 0)."""
+    """Return the range to draw from: the given tuple, or center ± jitter (factors at least 0)."""
     if isinstance(jitter, tuple):
         return jitter
     low = center - jitter
@@ -189,7 +190,7 @@ def _jitter_range(jitter: JitterRange, center: float) -> tuple[float, float]:
 def adjust_sharpness(
     images_B3HW: Tensor, factors: FloatArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Scale the distance from the 3x3 smoothed image by factors (B,); keep the border pixels."""
+    """Scale the distance from the 3x3 smoothed image by `factors` (B,); keep border pixels."""
     if min(images_B3HW.shape[2:]) <= 2:
         return images_B3HW
     kernel = to_device(_SMOOTHING_KERNEL, images_B3HW.device)
@@ -211,7 +212,7 @@ def posterize(images_B3HW: Tensor, bits: int) -> Tensor:
 
 
 def autocontrast(images_B3HW: Tensor, sizes: IntArray | None = None) -> Tensor:
-    """Stretch each channel to the full range; a constant channel stays unchanged."""
+    """Stretch each channel to the range 0 to 255; constant channels do not change."""
     for_min = for_max = images_B3HW
     if sizes is not None:
         outside = ~valid_pixel_mask(sizes, images_B3HW)
@@ -225,7 +226,7 @@ def autocontrast(images_B3HW: Tensor, sizes: IntArray | None = None) -> Tensor:
 
 
 def equalize(images_B3HW: Tensor, sizes: IntArray | None = None) -> Tensor:
-    """Equalize the histogram of each channel, on values rounded to integers.
+    """Equalize the histogram of each channel, after rounding its values to integers.
 
     Source: Pillow, ImageOps.equalize.
     """

@@ -5,8 +5,7 @@ consecutive geometric operations along one axis into a single matrix, so that an
 costs one resampling. Downscaling is antialiased as in Pillow: the filter is widened by the scale.
 """
 
-# B batch, C channels, H W source pixels, h w target pixels; b is B, or 1 for values that all samples
-# share
+# B batch, C channels, H W source pixels, h w target pixels; b is B, or 1 if all samples share it
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ __all__ = [
     "AxisTransform",
     "apply_matrices",
     "apply_selection",
+    "box_mask",
     "center_crop_start",
     "filter_weights",
     "nearest_source_pixels",
@@ -344,9 +344,11 @@ def warp_affine(
 def _sample_by_size(
     images_BCHW: Tensor, points_BHW2: Tensor, interpolation: str, sizes: IntArray
 ) -> Tensor:
-    """Sample images at points (B, H, W, 2), x and y in pixels; images of several sizes share a canvas.
+    """Sample images of several sizes on a shared canvas, like grid_sample with zero padding.
 
-    Like grid_sample with zero padding outside each image.
+    Args:
+        points_BHW2: x and y of the source points in pixels.
+        sizes: (B, 2) heights and widths; points outside an image give 0.
     """
     batch, channels, height, width = images_BCHW.shape
     last_y, last_x = to_device(np.ascontiguousarray(sizes.T - 1), images_BCHW.device)[

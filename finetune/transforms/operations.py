@@ -64,7 +64,7 @@ OPERATIONS: dict[str, Operation] = {
         is_random=False,
     ),
     "center_crop": Operation(
-        "crop the center; pad with zeros if the image is smaller", {"size": _SIZE}, "geometry", False
+        "crop the center; zero-pad if the image is smaller", {"size": _SIZE}, "geometry", False
     ),
     "random_crop": Operation(
         "pad each side with `padding` zeros, then crop at a random position",

@@ -4,22 +4,23 @@ Every operation processes a whole batch, with parameters drawn per sample. The r
 pure function of (sample key, position of the operation in the spec, draw index), so a sample gets
 the same augmentation in any batch, on any rank and after a resume.
 
-Order. Consecutive geometric operations (resize, crops, flips) are composed into one resampling. A
-color operation or rotation written after such a run moves before it if the run enlarges the image:
-the same work on fewer pixels. If the run keeps or reduces the size, operations run in the written
-order. `Pipeline.format_plan` prints the order for a given source size. A moved operation processes
-the source image: contrast uses the mean gray of the whole source even if a crop follows; a rotation
-turns around the center of the source, before any change of aspect ratio, and its nearest pixels are
-source pixels. Normalization, random_erasing, mixup and cutmix come last.
+Execution order. Consecutive geometric operations (resize, crops, flips) are fused into one
+resampling. If they enlarge the image, a color operation or rotation written after them moves before
+them, which is the same work on fewer pixels; otherwise operations run in the written order.
+`Pipeline.format_plan` shows the order for a given source size. A moved operation processes the
+source image: contrast uses the mean gray value of the whole source even if a crop follows; a
+rotation turns around the center of the source, before any change of aspect ratio, and its nearest
+interpolation picks source pixels. Normalization, random_erasing, mixup and cutmix come last.
 
-Pixel values stay float32 from 0 to 255 between operations and are never rounded.
+Between operations, pixel values are float32 from 0 to 255 and are not rounded.
 
 Batches of one image size are resampled by matrix products, batches of several sizes by weighted
-sums over the pixels of each image (finetune.transforms.ragged). The number of kernels does not
-depend on the sizes, as long as the operations run in the same order.
+sums over the pixels of each image (finetune.transforms.ragged). The number of kernel launches does
+not depend on the image sizes, as long as the operations run in the same order.
 """
 
-# B batch, b samples of one chunk, C channels, H W source pixels, h w target pixels, K classes
+# B batch, b samples of one chunk of the batch, C channels, H W source pixels, h w target pixels,
+# K classes
 
 from __future__ import annotations
 
@@ -74,16 +75,16 @@ _AnyAxis = AxisTransform | RaggedAxisTransform
 
 
 class Pipeline:
-    """The transforms of a spec, for one model.
+    """Applies a transform spec to batches of images, for one model.
 
     Args:
-        transform_spec: see finetune.transforms.spec_parser.
+        transform_spec: the operations; see finetune.transforms.spec_parser.
         image_size: (height, width) that the model expects, in pixels.
-        mean, std: per channel, for pixel values from 0 to 1.
-        interpolation: default for resizes: nearest, bilinear, bicubic or lanczos.
+        mean, std: mean and standard deviation of each channel, for pixel values from 0 to 1.
+        interpolation: default filter of resizes: nearest, bilinear, bicubic or lanczos.
         train: True rejects `corrupt`; False rejects all random operations except `corrupt`.
-        decode_size: for the decoder of the images; see `decode`.
-    Raises: RecipeError if the spec is invalid or cannot end at image_size.
+        decode_size: the recipe's data.decode_size; only stored, for the image decoder.
+    Raises: RecipeError if the spec is invalid or cannot produce `image_size`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Pipeline:
         self.has_mixing = "mix" in self._roles
         self._scale = torch.tensor([1 / (255 * s) for s in std]).view(3, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(3, 1, 1)
-        # scale and shift on each device in use
+        # {device: scale and shift on that device}
         self._normalization_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._plans: dict[HeightWidth, ExecutionPlan] = {}
         check_output_size(calls, self.image_size, transform_spec)
@@ -121,17 +122,18 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Augment, resize and normalize a batch; autocast has no effect on it.
+        """Augment, resize and normalize a batch, always with autocast disabled.
 
         Args:
-            images: uint8; (B, 3, H, W) if all images of the dataset have one size, else a
-                `RaggedBatch` or (3, H_i, W_i) each. The result of a sample is the same in every
-                batch of one kind, and equal up to float32 rounding between the two kinds.
-            keys: (B,) from sample_keys; optional only if the pipeline is not random.
-            dtype: of the result, and of the resampling of images of one size.
-            device: where to compute; None: on the device of the images.
-        Returns: (B, 3, h, w) of dtype, normalized.
-        Raises: RecipeError if the images cannot end at the model's size.
+            images: uint8 images: a tensor (B, 3, H, W) if all images of the dataset have one size,
+                else a `RaggedBatch` or a list of tensors (3, H_i, W_i). In each of these two
+                formats, the result of a sample is bit-identical in every batch; between them it is
+                equal up to float32 rounding.
+            keys: (B,) keys from `sample_keys`; may be None if the pipeline is not random.
+            dtype: dtype of the result, and of the last resampling for images of one size.
+            device: device to compute on; None for the device of the images.
+        Returns: normalized images (B, 3, h, w).
+        Raises: RecipeError if the spec does not turn the images into the model's image size.
         """
         host_keys = self._keys_on_host(keys, len(images))
         if not isinstance(images, Tensor | RaggedBatch):
@@ -142,7 +144,7 @@ class Pipeline:
             parts = _split_same_size(len(images), (images.shape[-2], images.shape[-1]))
         else:
             images, parts = images.to(target), self._split_ragged(images)
-        with torch.autocast(target.type, enabled=False):  # it would use bf16 products
+        with torch.autocast(target.type, enabled=False):  # autocast would use bf16 matmuls
             if len(parts) == 1:
                 return self._process_rows(images, parts[0], host_keys, dtype, target)
             result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
@@ -169,7 +171,7 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Process the given rows of a batch. Returns: (b, 3, h, w), normalized."""
+        """Process the images with indices `rows`. Returns: (b, 3, h, w), normalized."""
         if isinstance(images, RaggedBatch):
             images = images.select_rows(rows)
             if images.has_common_size.all():
@@ -208,7 +210,7 @@ class Pipeline:
         return images if is_normalized else self._normalize(images)
 
     def _process_ragged(self, images: RaggedBatch, keys: SampleKeys | None) -> Tensor:
-        """Process images of several sizes whose operations run in the same order.
+        """Process images of several sizes that share one execution order.
 
         Returns: (b, 3, h, w) float32 from 0 to 255.
         """
@@ -233,7 +235,12 @@ class Pipeline:
     def _resample_run(
         self, images: RaggedBatch, steps: Sequence[PlanStep], keys: SampleKeys | None
     ) -> Tensor:
-        """Apply a geometric run to images of several sizes. Returns: float32 (b, 3, h, w)."""
+        """Apply one geometric step to images of several sizes.
+
+        Args:
+            steps: the step of each image; sizes differ, operations are the same.
+        Returns: (b, 3, h, w) float32.
+        """
         rows, columns = map(RaggedAxisTransform, images.sizes_B2.T)
         sizes = np.array([step.output_sizes for step in steps])  # after each operation
         for index, position in enumerate(steps[0].positions):
@@ -254,10 +261,12 @@ class Pipeline:
         return canvas.clamp_(0, 255) if rows.overshoots or columns.overshoots else canvas
 
     def _split_ragged(self, images: RaggedBatch) -> list[IntArray]:
-        """Split images of several sizes into parts of one order of operations that fit in memory.
+        """Split images of several sizes into parts of one execution order that fit in memory.
 
-        An image much larger than the others gets its own part; otherwise all would need a canvas
-        or weights of its size. Images of the common size, if any, come first.
+        An image much larger than the others gets its own part, because the canvas and weights of a
+        part have the size of its largest image. Images of size `common_size`, if any, come first.
+
+        Returns: the image indices of each part.
         """
         sizes_B2, common_rows = images.sizes_B2, np.flatnonzero(images.has_common_size)
         parts = [
@@ -265,7 +274,7 @@ class Pipeline:
             for rows in _split_same_size(len(common_rows), images.common_size or (1, 1))
         ]
         groups: dict[tuple[int, ...], list[int]] = {}
-        canvas_sizes = np.zeros_like(sizes_B2)  # largest canvas between first and last step
+        canvas_sizes = np.zeros_like(sizes_B2)  # largest intermediate canvas of each image
         for row, size in enumerate(_as_tuples(sizes_B2)):
             if size == images.common_size:
                 continue
@@ -296,7 +305,7 @@ class Pipeline:
     def _compose_run(
         self, step: PlanStep, keys: SampleKeys | None, count: int, device: torch.device
     ) -> tuple[AxisTransform, AxisTransform]:
-        """Compose a run of geometric operations into one transform per axis."""
+        """Fuse the operations of a geometric step into one transform per axis."""
         rows, columns = (
             AxisTransform(step.input_size[0], device),
             AxisTransform(step.input_size[1], device),
@@ -319,7 +328,7 @@ class Pipeline:
         """Add one geometric operation to the transforms of both axes.
 
         Args:
-            output_size: (height, width) after the operation.
+            output_size: (height, width) after the operation; each is an int or (b,).
         """
         arguments = call.arguments
         size = (rows.length, columns.length)
@@ -354,9 +363,11 @@ class Pipeline:
         """Apply one pixel operation to float32 images, which may be overwritten.
 
         Args:
-            sizes: (b, 2) if the images have several sizes; see finetune.transforms.color.
+            position: index of the operation in the transform spec.
+            sizes: (b, 2) image sizes if the images share a canvas, else None; see
+                finetune.transforms.color.
         """
-        assert keys is not None  # all of these operations are random
+        assert keys is not None  # all pixel operations are random
         call, rng = self._calls[position], SampleRNG(keys, position)
         if call.name == "color_jitter":
             return color_jitter(images, rng, sizes=sizes, **call.arguments)
@@ -372,7 +383,7 @@ class Pipeline:
         )
 
     def _erase_rectangles(self, images: Tensor, position: int, keys: SampleKeys | None) -> Tensor:
-        """Erase a random rectangle of some samples, as random_erasing in the spec."""
+        """Apply the random_erasing at `position` in the spec."""
         assert keys is not None
         arguments, rng = self._calls[position].arguments, SampleRNG(keys, position)
         is_erased = rng.bernoulli(arguments["p"])
@@ -391,11 +402,13 @@ class Pipeline:
         keys: SampleKeys | Tensor,
         partner_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Apply the mixup and cutmix of the spec, see `finetune.transforms.mixing.mix_batch`.
+        """Apply the mixup and cutmix of the spec; see `finetune.transforms.mixing.mix_batch`.
 
         Args:
-            keys: (B,) the same as for `__call__`.
-            partner_rows: (B,) int64, the row to mix into each row.
+            images_BCHW: normalized images.
+            targets_BK: float targets, one distribution over the classes per row.
+            keys: (B,) the same keys as for `__call__`.
+            partner_rows: (B,) int64 index of the row to mix into each row.
         Returns: new images (B, C, H, W) and targets (B, K).
         """
         host_keys = self._keys_on_host(keys, len(images_BCHW))
@@ -411,7 +424,7 @@ class Pipeline:
         )
 
     def format_plan(self, size: HeightWidth) -> str:
-        """Format the operations in execution order for images of a size, one line per step."""
+        """Format the execution plan for images of one size, one line per step."""
         return self._plan_for(size).format_steps(self._calls)
 
     def _plan_for(self, size: HeightWidth) -> ExecutionPlan:
@@ -432,19 +445,19 @@ class Pipeline:
         return torch.addcmul(shift, images.float(), scale)
 
     def _clamp_overshoot(self, images: Tensor, is_normalized: bool) -> Tensor:
-        """Clamp the overshoot of bicubic and Lanczos filters, as uint8 images would."""
+        """Clamp to the range of uint8 pixels, which bicubic and Lanczos filters can exceed."""
         if not is_normalized:
             return images.clamp_(0, 255)
         black, white = self._shift.flatten(), (255 * self._scale + self._shift).flatten()
         for channel, bounds in enumerate(zip(black.tolist(), white.tolist(), strict=True)):
-            images[:, channel].clamp_(*bounds)  # bounds as a tensor take five times as long
+            images[:, channel].clamp_(*bounds)  # tensor bounds would take five times as long
         return images
 
 
 def _split_same_size(count: int, size: HeightWidth) -> list[IntArray]:
     """Split images of one size into parts whose float32 pixels fit in memory.
 
-    The split does not change results, because no sample depends on the rest of its batch.
+    The split does not change results, because the result of a sample does not depend on its batch.
     """
     max_images = max(1, _MAX_CHUNK_VALUES // (3 * size[0] * size[1]))
     return [
@@ -453,7 +466,7 @@ def _split_same_size(count: int, size: HeightWidth) -> list[IntArray]:
 
 
 def _estimate_num_values(sizes_b2: IntArray, canvas_sizes_b2: IntArray) -> int:
-    """Estimate the number of values in memory at the same time: pixels, canvas, weights."""
+    """Estimate the largest number of values in one buffer: pixels, canvas or filter weights."""
     canvas, weights = 3 * canvas_sizes_b2.max(axis=0).prod(), 16 * sizes_b2.max()
     return max(3 * int(sizes_b2.prod(axis=1).sum()), len(sizes_b2) * int(max(canvas, weights)))
 

@@ -1,13 +1,13 @@
-"""Batches of images of any sizes, resampled with a number of kernels that sizes do not change.
+"""Batches of images of different sizes, resampled with a fixed number of kernel launches.
 
-One buffer holds the pixels of all images, one image after another. Each result pixel is a weighted
-sum of a few source pixels; `embedding_bag` computes all of these sums together, first down the
-columns, then along the rows. The result of a sample is bit-identical in every batch: its sums
-contain only its own terms, and the sum of its weights is exact.
+One buffer holds the pixels of all images, one image after another. Each output pixel is a weighted
+sum of a few source pixels; one `embedding_bag` call computes these sums for all images, first down
+the columns, then another one along the rows. The result of a sample is bit-identical in every
+batch, because its sums contain only its own terms and the sum of its weights is exact.
 """
 
-# B images, Q column strips of all images, T taps of a sum, C channels, H W source pixels,
-# h w target pixels: the largest of the batch if images differ
+# B images, Q column strips of all images, T filter taps (terms of a sum), C channels,
+# H W source pixels, h w target pixels (maximum over the batch)
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from finetune.transforms.sample_rng import to_device
 
 __all__ = ["STRIP_WIDTH", "TAIL_PADDING", "RaggedAxisTransform", "RaggedBatch", "resample_ragged"]
 
-STRIP_WIDTH = 32  # pixels; the columns of a strip are summed together
-TAIL_PADDING = 3 * STRIP_WIDTH  # values after the last image: a strip may extend beyond its row
-_WEIGHT_STEPS = 2.0**40  # weights rounded to 1 / this have a sum that is exact in any order
+STRIP_WIDTH = 32  # pixels; all columns of a strip are processed as one vector
+TAIL_PADDING = 3 * STRIP_WIDTH  # values after the last image, as a strip may extend beyond its row
+_WEIGHT_STEPS = 2.0**40  # weights are rounded to multiples of 1 / this, so their sum is exact
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RaggedBatch(Sequence[Tensor]):
-    """A batch of images of any sizes in one buffer.
+    """A batch of images of different sizes in one buffer.
 
     Attributes:
-        pixels: uint8 or float32, flat: (H, W, 3) of each image, then `TAIL_PADDING` values.
+        pixels: flat uint8 or float32 buffer: (H, W, 3) of each image, then `TAIL_PADDING` values.
         sizes_B2: height and width of each image, in host memory.
-        offsets_B: number of pixels before each image.
+        offsets_B: index of the first pixel of each image.
         row_strides_B: number of pixels from one row to the next.
-        common_size: (H, W) of the images to resample as a batch of one size; None: no images.
+        common_size: (H, W); images of this size are resampled by matrix products, as in batches of
+            one size. None if there are none.
     """
 
     pixels: Tensor
@@ -52,7 +53,7 @@ class RaggedBatch(Sequence[Tensor]):
 
     @classmethod
     def from_packed(cls, pixels: Tensor, sizes_B2: IntArray) -> RaggedBatch:
-        """Wrap a buffer that holds images without gaps."""
+        """Create a batch from a buffer that holds the images without gaps."""
         areas = sizes_B2.prod(axis=1)
         return cls(pixels, sizes_B2, areas.cumsum() - areas, sizes_B2[:, 1])
 
@@ -68,7 +69,7 @@ class RaggedBatch(Sequence[Tensor]):
 
     @classmethod
     def from_canvas(cls, images_BCHW: Tensor, sizes_B2: IntArray) -> RaggedBatch:
-        """Take the upper left part (H, W) of each canvas of a batch."""
+        """Create a batch from images (B, C, H, W), each cropped to its size from the upper left."""
         count, _, height, width = images_BCHW.shape
         pixels = images_BCHW.permute(0, 2, 3, 1).reshape(-1)
         offsets = np.arange(count) * (height * width)
@@ -83,7 +84,7 @@ class RaggedBatch(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: slice) -> RaggedBatch: ...
     def __getitem__(self, index: int | slice) -> Tensor | RaggedBatch:
-        """Return one image (3, H, W), or a batch for a slice."""
+        """Return one image (3, H, W) for an index, or a batch for a slice."""
         if isinstance(index, slice):
             return self.select_rows(np.arange(len(self))[index])
         height, width = self.sizes_B2[index].tolist()
@@ -91,7 +92,7 @@ class RaggedBatch(Sequence[Tensor]):
         return self.pixels.as_strided((3, height, width), (1, stride, 3), start)
 
     def select_rows(self, rows: IntArray) -> RaggedBatch:
-        """Return a batch of the given rows, without copying pixels."""
+        """Return a batch of the images with these indices, without copying pixels."""
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
             return self
         sizes, offsets, strides = (
@@ -101,23 +102,24 @@ class RaggedBatch(Sequence[Tensor]):
 
     @property
     def has_common_size(self) -> npt.NDArray[np.bool_]:
-        """Return (B,) bool: True for images of the common size."""
+        """Return a (B,) mask: True for images of size `common_size`."""
         size = self.common_size or (-1, -1)
         return np.asarray((self.sizes_B2 == size).all(axis=1))
 
     def to(self, device: torch.device) -> RaggedBatch:
-        """Move the pixels to a device, in one copy."""
+        """Move the pixels to a device in a single copy."""
         return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
 class _PixelSelection:
-    """Crops, pads and flips of pixel lines: position i shows pixel start + direction * i.
+    """Fused crops, pads and flips along one axis: output i is source pixel start + direction * i.
 
     Attributes:
-        start, length: (B,) pixels.
-        direction: (B,) 1 or -1.
-        valid_start, valid_end: (B,) positions from valid_start to valid_end - 1 show a pixel, the
-            others a zero.
+        start: (B,) source pixel of output 0.
+        length: (B,) number of outputs.
+        direction: (B,) 1, or -1 if flipped.
+        valid_start, valid_end: (B,) outputs from valid_start to valid_end - 1 are source pixels;
+            all others are zero padding.
     """
 
     def __init__(self, length: IntArray) -> None:
@@ -142,13 +144,13 @@ class _PixelSelection:
 
 
 class _FilterTaps(NamedTuple):
-    """Source pixels and weights of every result pixel along one axis.
+    """Source pixels and weights of every output pixel along one axis.
 
     Attributes:
-        positions_BhT: int64, source pixels, counted from read_start_B.
-        weights_BhT: float32.
-        num_taps_B: taps in use per image; later taps have weight 0.
-        read_start_B, read_length_B: range of source pixels that are read.
+        positions_BhT: int64 indices of source pixels, relative to read_start_B.
+        weights_BhT: float32 weights.
+        num_taps_B: number of taps in use for each image; the remaining taps have weight 0.
+        read_start_B, read_length_B: range of source pixels that are read from each image.
     """
 
     positions_BhT: Tensor
@@ -159,9 +161,9 @@ class _FilterTaps(NamedTuple):
 
 
 class RaggedAxisTransform:
-    """Composed geometric operations along one axis of images of several lengths, with one resize.
+    """Fused geometric operations along one axis of images of different lengths, at most one resize.
 
-    The counterpart of `AxisTransform`, with the same methods.
+    The counterpart of `AxisTransform` for a `RaggedBatch`.
 
     Attributes:
         overshoots: True if a filter with negative weights was used.
@@ -174,20 +176,20 @@ class RaggedAxisTransform:
 
     @property
     def length(self) -> IntArray:
-        """Return the lengths (B,) in pixels."""
+        """Return the current lengths (B,) in pixels."""
         return self._result.length
 
     @property
     def is_resized(self) -> bool:
-        """Return True after a resize."""
+        """True if `resize` was called."""
         return self._resize_window is not None
 
     def crop(self, starts: IntArray, length: IntArray) -> None:
-        """Crop to windows that may extend beyond the ends."""
+        """Crop to windows (B,); parts beyond the axis become zeros."""
         self._result.crop(starts, length)
 
     def flip(self, is_flipped: npt.NDArray[np.bool_]) -> None:
-        """Reverse the axis of the images for which is_flipped (B,) is true."""
+        """Reverse the axis of the images where is_flipped (B,) is True."""
         self._result.flip(is_flipped)
 
     def resize(
@@ -198,7 +200,7 @@ class RaggedAxisTransform:
         starts: IntArray | None = None,
         lengths: IntArray | None = None,
     ) -> None:
-        """Resize the full axis, or one window per image, to `target` (B,) pixels."""
+        """Resize the full axis, or one window per image, to `target` (B,) pixels; only once."""
         assert self._resize_window is None
         if starts is None or lengths is None:
             starts, lengths = np.zeros_like(self.length), self.length
@@ -207,14 +209,14 @@ class RaggedAxisTransform:
         self.overshoots |= interpolation in ("bicubic", "lanczos")
 
     def filter_taps(self, device: torch.device) -> _FilterTaps:
-        """Return the source pixels and weights of every result pixel."""
+        """Return the source pixels and weights of every output pixel."""
         source, result = self._source, self._result
-        if self._resize_window is None:  # without a resize, the source selection is the result
+        if self._resize_window is None:  # no resize: all operations are in `source`
             result = _PixelSelection(source.length)
             identity_window = np.zeros_like(source.length), source.length, source.length, "nearest"
         starts, lengths, target, interpolation = self._resize_window or identity_window
         first, last = self._read_range(starts, lengths, target, interpolation, result)
-        is_empty = first >= last  # all padding: read the first pixel with weight 0
+        is_empty = first >= last  # only padding: read the first pixel with weight 0
         first, last = np.where(is_empty, 0, first), np.where(is_empty, 1, last)
         end_pixels = (
             source.start + source.direction * first,
@@ -260,10 +262,10 @@ class RaggedAxisTransform:
         interpolation: str,
         result: _PixelSelection,
     ) -> tuple[IntArray, IntArray]:
-        """Return the start and end (B,) of the positions to read before the resize.
+        """Return start and end (B,) of the positions before the resize that must be read.
 
-        Only positions that show a pixel, are inside the window and within the filter radius of the
-        result.
+        These are source pixels (not padding) inside the resize window and within the filter radius
+        of the output.
         """
         edges = np.sort(
             [
@@ -273,7 +275,7 @@ class RaggedAxisTransform:
             0,
         )
         scale = lengths / target
-        # one more pixel for float32 rounding
+        # 1 pixel of tolerance for float32 rounding
         reach = FILTER_RADIUS[interpolation] * np.maximum(1, scale) + 1
         nearby = starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
         first = np.maximum.reduce([self._source.valid_start, starts, nearby[0]])
@@ -288,12 +290,15 @@ def _tap_weights(
     num_taps: Tensor,
     interpolation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return source pixels (B, h, T) in each window and their weights, as in `resize_matrix`.
+    """Return the filter taps of target pixels with the same weights as in `resize_matrix`.
 
     Args:
         positions: (B, h, 1) target pixels.
-        tap_indices: (T,) from 0.
-        lengths, target, num_taps: (B, 1, 1) window lengths and result lengths in pixels, and taps.
+        tap_indices: (T,) 0, 1, …, T - 1.
+        lengths: (B, 1, 1) window lengths in pixels.
+        target: (B, 1, 1) resized lengths in pixels.
+        num_taps: (B, 1, 1) number of taps in use.
+    Returns: source pixels within the window, and their weights, each (B, h, T).
     """
     scale = lengths.float() / target
     stretch = scale.clamp(min=1.0)
@@ -309,13 +314,14 @@ def _tap_weights(
 def resample_ragged(
     images: RaggedBatch, rows: RaggedAxisTransform, columns: RaggedAxisTransform
 ) -> Tensor:
-    """Apply a run of geometric operations to a batch.
+    """Apply fused geometric operations to a batch.
 
     Args:
-        images: pixel values from 0 to 255.
-        rows, columns: the transforms of both axes.
-    Returns: (B, 3, h, w) float32; results smaller than the largest are padded with zeros at the
-        bottom and right.
+        images: a batch with pixel values from 0 to 255.
+        rows: operations along the vertical axis.
+        columns: operations along the horizontal axis.
+    Returns: (B, 3, h, w) float32, where h and w are the largest output sizes; smaller outputs are
+        padded with zeros at the bottom and right.
     """
     device = images.pixels.device
     row_taps, column_taps = rows.filter_taps(device), columns.filter_taps(device)
@@ -352,12 +358,13 @@ def resample_ragged(
 def _weighted_sums(
     table: Tensor, taps: _FilterTaps, image_Q: IntArray, start_Q: IntArray
 ) -> Tensor:
-    """Compute weighted sums of table rows.
+    """Compute the weighted sums of all strips along one axis.
 
     Args:
-        table: (N, D) float32.
+        table: (N, D) float32; each row is one source position of a strip.
+        taps: source positions and weights per image.
         image_Q: image index of each strip.
-        start_Q: table row of the first pixel of each strip.
+        start_Q: table row of the first source position of each strip.
     Returns: (Q * h, D).
     """
     device, (_, height, max_taps) = table.device, taps.weights_BhT.shape
@@ -381,12 +388,15 @@ def _weighted_sums(
 
 
 def _enumerate_groups(num_entries_Q: IntArray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for each of the num_entries_Q[q] entries of group q, q and its index in the group."""
+    """Enumerate entries 0 to num_entries_Q[q] - 1 of every strip q.
+
+    Returns: the strip of each entry, and its index within the strip; strips in order.
+    """
     total = int(num_entries_Q.sum())
     counts_and_offsets = to_device(
         np.stack([num_entries_Q, num_entries_Q.cumsum() - num_entries_Q]), device
     )
     group = torch.arange(len(num_entries_Q), device=device)
-    # with output_size, torch does not wait for the GPU to find the length
+    # output_size avoids a GPU synchronization
     group = torch.repeat_interleave(group, counts_and_offsets[0], output_size=total)
     return group, torch.arange(total, device=device) - counts_and_offsets[1, group]

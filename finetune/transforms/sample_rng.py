@@ -126,7 +126,7 @@ class SampleRNG:
 
 
 def draw_crop_offsets(rng: SampleRNG, margin: HeightWidthPerImage) -> tuple[IntArray, IntArray]:
-    """Draw the offsets top and left, each (B,), of crops `margin` pixels smaller than the images."""
+    """Draw the offsets (top, left), each (B,), of crops `margin` pixels smaller than the image."""
     return rng.integers(margin[0] + 1), rng.integers(margin[1] + 1)
 
 

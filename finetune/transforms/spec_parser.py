@@ -58,7 +58,7 @@ def _split_operations(text: str) -> list[ast.expr]:
         raise RecipeError(message, code="recipe.wrong_value")
     if len(text) > MAX_CHARACTERS:
         raise RecipeError(
-            f"pipeline: {len(text)} characters, but at most {MAX_CHARACTERS} are allowed; shorten it",
+            f"pipeline: {len(text)} characters, above the limit of {MAX_CHARACTERS}; shorten it",
             code="recipe.wrong_value",
         )
     try:

@@ -1,4 +1,4 @@
-"""Whole trainings as commands: the same images, weights and settings for each, and their times."""
+"""End-to-end training commands: same images, weights and settings for each, and their times."""
 
 from __future__ import annotations
 
@@ -48,55 +48,62 @@ OPTIONS = (
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Stands for timm's train.py."""
+    """A replacement for timm's train.py."""
     path = tmp_path / "their scripts" / "train.py"
     path.parent.mkdir()
     path.write_text(TIMM.replace("OPTIONS)", f"{OPTIONS})"))
     return path
 
 
-def recipe_file(
-    tmp_path: Path, data: str = "num_train: 40, val_fraction: 0.5", **given: str
+def write_recipe(
+    tmp_path: Path, data: str = "num_train: 40, val_fraction: 0.5", **options: str
 ) -> str:
     path = tmp_path / "tiny.yaml"
-    text = tiny_recipe_text(f"{data}, batch_size: 10", optim="lr: 3e-3, epochs: 1", **given)
+    text = tiny_recipe_text(f"{data}, batch_size: 10", optim="lr: 3e-3, epochs: 1", **options)
     path.write_text(text)
     return str(path)
 
 
-def job_of(tmp_path: Path, recipe: str, *overrides: str, precision: str = "fp32") -> _TrainingJob:
+def create_job(
+    tmp_path: Path, recipe: str, *overrides: str, precision: str = "fp32"
+) -> _TrainingJob:
     cpu = torch.device("cpu")
     loaded = load_recipe(recipe, overrides)
     setup = build_setup(loaded, device=cpu, show_progress=False)
     return _TrainingJob(setup, tmp_path / "job", precision, Path("train.py"))
 
 
-class Clock:
-    """Stands for the commands: looks at what they are given, and takes as long as it is told."""
+class FakeRunner:
+    """Replaces the commands: checks their inputs and reports preset times."""
 
     def __init__(self) -> None:
         self.seconds = {"finetune": [8.0, 6.0], "timm-train": [10.0, 12.0]}
         self.seconds["transformers-trainer"] = [20.0, 2.0]
         self.order: list[str] = []
         self.folders: set[Path] = set()
-        self.words: dict[str, list[str]] = {}
+        self.commands: dict[str, list[str]] = {}
         self.job: dict[str, Any] = {}
 
     def __call__(self, job: _TrainingJob, name: str, folder: Path) -> dict[str, Any]:
         assert not list(folder.iterdir())
-        self.words[name] = job.command(name, folder)
+        self.commands[name] = job.command(name, folder)
         if name == "transformers-trainer":
-            self.job = json.loads(Path(self.words[name][-1]).read_text())
+            self.job = json.loads(Path(self.commands[name][-1]).read_text())
         if name not in self.order:
-            self.look(job)
+            self.check_inputs(job)
         self.folders.add(folder)
-        taken = self.seconds[name][self.order.count(name)]
+        seconds = self.seconds[name][self.order.count(name)]
         self.order.append(name)
-        first = None if name == "timm-train" else taken / 2
-        return {"seconds": taken, "cpu_seconds": 2 * taken, "first_step": first, "host_bytes": 9}
+        first = None if name == "timm-train" else seconds / 2
+        return {
+            "seconds": seconds,
+            "cpu_seconds": 2 * seconds,
+            "first_step": first,
+            "host_bytes": 9,
+        }
 
-    def look(self, job: _TrainingJob) -> None:
-        """The images and the weights are those that training begins with, under other names."""
+    def check_inputs(self, job: _TrainingJob) -> None:
+        """Check that images and weights equal those at the start of training, under other names."""
         recipe = load_recipe(job.folder / "recipe.yaml")
         source = job.setup.source
         setup = build_setup(recipe, device=torch.device("cpu"), show_progress=False)
@@ -119,52 +126,56 @@ class Clock:
         assert setup.preprocessing == job.setup.preprocessing
 
 
-def test_the_same_job_in_turn_and_in_reverse(
+def test_commands_run_in_alternating_order(
     tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    clock, page = Clock(), tmp_path / "B.md"
-    monkeypatch.setattr(end_to_end, "_run_timed", clock)
-    recipe = recipe_file(tmp_path, model="pretrained: false, head_init: default")
+    runner, page = FakeRunner(), tmp_path / "B.md"
+    monkeypatch.setattr(end_to_end, "_run_timed", runner)
+    recipe = write_recipe(tmp_path, model="pretrained: false, head_init: default")
     against = [f"timm-train:{script}", "transformers-trainer"]
     found = bench_end_to_end(
         recipe, ["optim.clip_norm=1"], against=against, repeats=2, out=str(page)
     )
     names = ["finetune", "timm-train", "transformers-trainer"]
-    assert clock.order == [*names, *reversed(names)]
-    assert len(clock.folders) == 6
-    ours, timms, theirs = found["jobs"]
+    assert runner.order == [*names, *reversed(names)]
+    assert len(runner.folders) == 6
+    ours, timm_job, theirs = found["jobs"]
     assert [row["name"] for row in found["jobs"]] == names
     assert (ours["seconds"]["values"], ours["cpu_seconds"]["median"]) == ([8.0, 6.0], 14.0)
-    # each beside ours of the same round
-    assert timms["share"]["values"] == [0.8, 0.5]
+    # each relative to ours of the same round
+    assert timm_job["share"]["values"] == [0.8, 0.5]
     assert theirs["share"]["values"] == [0.4, 3.0]
-    assert (ours["first_step"]["median"], timms["first_step"]) == (3.5, None)
+    assert (ours["first_step"]["median"], timm_job["first_step"]) == (3.5, None)
     assert found["images"] == {"train": 20, "val": 20}
     assert found["command"].endswith(
         "--end-to-end --against timm-train:train.py --against transformers-trainer --repeats 2"
     )
     assert "timm-train" in page.read_text(encoding="utf-8")
-    assert clock.words["finetune"][2:4] == ["finetune", "train"]
-    told = clock.job["arguments"]
-    assert (told["num_train_epochs"], told["max_grad_norm"], told["learning_rate"]) == (1, 1, 3e-3)
-    assert (told["per_device_train_batch_size"], told["bf16"]) == (10, False)
+    assert runner.commands["finetune"][2:4] == ["finetune", "train"]
+    recorded = runner.job["arguments"]
+    assert (recorded["num_train_epochs"], recorded["max_grad_norm"], recorded["learning_rate"]) == (
+        1,
+        1,
+        3e-3,
+    )
+    assert (recorded["per_device_train_batch_size"], recorded["bf16"]) == (10, False)
     json.dumps(found)
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
-def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> None:
+def test_encoded_images_keep_their_bytes(tmp_path: Path, kind: str) -> None:
     if kind == "folder":
         write_image_folder(tmp_path / "set", {"a b/ü": 4, "a b/z": 4})
         source = f"folder:{tmp_path / 'set' / 'a b'}"
-        jpeg = tmp_path / "set" / "a b" / "ü" / "0.png"  # a suffix says nothing
+        jpeg = tmp_path / "set" / "a b" / "ü" / "0.png"  # the suffix does not match the format
         Image.new("RGB", (9, 9), (1, 200, 3)).save(jpeg, "JPEG")
         Image.new("RGB", (9, 9), (1, 200, 3)).save(tmp_path / "set" / "a b" / "ü" / "1.bmp")
     else:
         file = write_parquet(tmp_path / "train.parquet", [0, 1] * 4, names=["../x", "y"])
         source = f"parquet:{file}"
-    recipe = recipe_file(tmp_path, "val_fraction: 0.5", source=source)
-    job = job_of(tmp_path, recipe)
+    recipe = write_recipe(tmp_path, "val_fraction: 0.5", source=source)
+    job = create_job(tmp_path, recipe)
     job.folder.mkdir()
     end_to_end._write_images(job)
     written = {file.read_bytes() for file in job.folder.glob("images/*/*/*")}
@@ -180,76 +191,74 @@ def test_images_that_are_encoded_keep_their_bytes(tmp_path: Path, kind: str) -> 
     assert suffixes == ({".jpg", ".png"} if kind == "folder" else {".png"})
 
 
-def test_images_that_cannot_be_read(
-    tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_images(tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_image_folder(tmp_path / "set", {"a": 6, "b": 6})
     (tmp_path / "set" / "a" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    recipe, clock = recipe_file(tmp_path, "val_fraction: 0.5", source=source), Clock()
-    monkeypatch.setattr(end_to_end, "_run_timed", clock)
+    recipe, runner = write_recipe(tmp_path, "val_fraction: 0.5", source=source), FakeRunner()
+    monkeypatch.setattr(end_to_end, "_run_timed", runner)
     with refused("data.unreadable", "2.png"):
         bench_end_to_end(recipe, repeats=1)
-    assert not clock.order
+    assert not runner.order
     found = bench_end_to_end(recipe, ["data.unreadable=quarantine"], repeats=1)
     assert sum(found["images"].values()) == 11
 
 
 @pytest.mark.parametrize("key", ["data.task=multilabel", "distill.teacher=embedded:vit_ti"])
-def test_what_the_others_cannot_do_is_refused_before_anything_is_read(
-    tmp_path: Path, key: str
-) -> None:
+def test_unsupported_recipes_fail_before_reading_data(tmp_path: Path, key: str) -> None:
     name = key.partition("=")[0].removesuffix(".teacher")
     with refused("recipe.unsupported", name, "--end-to-end"):
-        bench_end_to_end(recipe_file(tmp_path, source="folder:nowhere"), [key])
+        bench_end_to_end(write_recipe(tmp_path, source="folder:nowhere"), [key])
 
 
-def test_timms_options_are_the_recipes(tmp_path: Path) -> None:
-    recipe = recipe_file(tmp_path)
+def test_timm_options_match_the_recipe(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
     overrides = ["optim.label_smoothing=0.1", "optim.betas=[0.9, 0.95]", "data.workers=3"]
-    words = " ".join(_timm_options(job_of(tmp_path, recipe, *overrides, precision="bf16")))
+    arguments = " ".join(_timm_options(create_job(tmp_path, recipe, *overrides, precision="bf16")))
     for option in (
         *("--smoothing 0.1", "--opt-betas 0.9 0.95", "--workers 3", "--amp --amp-dtype bfloat16"),
         *("--batch-size 10", "--epochs 1", "--lr 0.003", "--warmup-epochs 0", "--num-classes 10"),
     ):
-        assert f"{option} " in f"{words} "
-    plain = _timm_options(job_of(tmp_path, recipe))
+        assert f"{option} " in f"{arguments} "
+    plain = _timm_options(create_job(tmp_path, recipe))
     assert not {"--amp", "--amp-dtype", "--opt-betas", "--clip-grad", "--torchcompile"} & {*plain}
 
 
 @pytest.mark.parametrize(
-    "sentence, changes",
+    "spec, expected_changes",
     [
         ("resize", {}),
         ("resize(40) | center_crop(32) | flip(0.3)", {"hflip": 0.3}),
         ("random_resized_crop(scale=(0.5, 1)) | flip", {"scale": (0.5, 1), "hflip": 0.5}),
     ],
 )
-def test_timms_images_are_those_of_the_sentence(sentence: str, changes: dict[str, Any]) -> None:
-    found = _timm_transform_options(sentence)
-    if "scale" in changes:
+def test_timm_transform_options(spec: str, expected_changes: dict[str, Any]) -> None:
+    found = _timm_transform_options(spec)
+    if "scale" in expected_changes:
         assert np.allclose(found.pop("ratio"), (3 / 4, 4 / 3))
     else:
         assert found.pop("ratio") == (1, 1)
     plain = {"scale": (1, 1), "hflip": 0, "color-jitter": 0}
-    assert found == {**plain, **changes}
+    assert found == {**plain, **expected_changes}
 
 
-class TestTimed:
-    """A command is measured from its start to its end, with all its processes."""
+class TestRunTimed:
+    """A measurement covers a command from start to end, with all its processes."""
 
     @pytest.fixture
     def job(self, tmp_path: Path) -> _TrainingJob:
-        job = job_of(tmp_path, recipe_file(tmp_path), "run.threads=3")
+        job = create_job(tmp_path, write_recipe(tmp_path), "run.threads=3")
         job.folder.mkdir()
         return job
 
-    def timed(
+    def run_code(
         self, job: _TrainingJob, code: str, monkeypatch: pytest.MonkeyPatch
     ) -> dict[str, Any]:
         monkeypatch.setattr(_TrainingJob, "command", lambda *_: [sys.executable, "-c", code])
         return _run_timed(job, "timm-train", job.folder)
 
-    def test_its_times(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_measures_time_and_memory(
+        self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         code = """
 import json, os, time, subprocess, sys
 names = ("OMP_NUM_THREADS", "FINETUNE_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
@@ -261,31 +270,33 @@ subprocess.run([sys.executable, "-c", busy])
 block = b"x" * 2**26
 """
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-        found = self.timed(job, code, monkeypatch)
+        found = self.run_code(job, code, monkeypatch)
         assert found["first_step"] + 0.4 < found["seconds"] < 60
-        assert 0.5 < found["cpu_seconds"] < 30  # of its child
+        assert 0.5 < found["cpu_seconds"] < 30  # includes its child process
         assert 2**26 < found["host_bytes"] < 2**30
-        told = json.loads((job.folder / "env").read_text())
-        assert told["FINETUNE_CACHE"].startswith(str(job.folder))
-        assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == ("3", "3")
-        assert told["HF_HUB_OFFLINE"] == "1"
+        recorded = json.loads((job.folder / "env").read_text())
+        assert recorded["FINETUNE_CACHE"].startswith(str(job.folder))
+        assert (recorded["OMP_NUM_THREADS"], recorded["CUDA_VISIBLE_DEVICES"]) == ("3", "3")
+        assert recorded["HF_HUB_OFFLINE"] == "1"
 
-    def test_no_first_step(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.timed(job, "print('done')", monkeypatch)["first_step"] is None
+    def test_output_without_a_first_step(
+        self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.run_code(job, "print('done')", monkeypatch)["first_step"] is None
 
-    def test_one_that_fails(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failing_command(self, job: _TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
         with refused("setup.worker_ended", "timm-train", "code 3", "no more disk"):
-            self.timed(job, "import sys; print('no more disk'); sys.exit(3)", monkeypatch)
+            self.run_code(job, "import sys; print('no more disk'); sys.exit(3)", monkeypatch)
 
 
-def test_a_file_of_another_version(tmp_path: Path, script: Path) -> None:
+def test_timm_script_of_another_version(tmp_path: Path, script: Path) -> None:
     script.write_text(script.read_text().replace("class-map", "classes"))
     with refused("recipe.wrong_value", str(script), "--class-map"):
-        bench_end_to_end(recipe_file(tmp_path), against=[f"timm-train:{script}"])
+        bench_end_to_end(write_recipe(tmp_path), against=[f"timm-train:{script}"])
 
 
-def test_a_network_that_timm_lacks(tmp_path: Path) -> None:
-    recipe = recipe_file(tmp_path, model="pretrained: false")
+def test_model_that_timm_lacks(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, model="pretrained: false")
     text = Path(recipe).read_text().replace("vit_tiny_patch16_224", "shiftvit_tiny_patch4_48")
     text = text.replace("args: {patch_size: 4, embed_dim: 32, depth: 1, num_heads: 2}", "args: {}")
     Path(recipe).write_text(text.replace("image_size: 16", "image_size: 48"))
@@ -293,29 +304,29 @@ def test_a_network_that_timm_lacks(tmp_path: Path) -> None:
         bench_end_to_end(recipe)
 
 
-def test_processes_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_processes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused("setup.one_process", "--end-to-end"):
-        bench_end_to_end(recipe_file(tmp_path))
+        bench_end_to_end(write_recipe(tmp_path))
 
 
 @pytest.mark.faults
-def test_a_whole_call(tmp_path: Path, script: Path) -> None:
-    """Ours and the Trainer's in fact; nothing is left behind."""
+def test_full_benchmark(tmp_path: Path, script: Path) -> None:
+    """Run finetune and the Trainer for real; no temporary files remain."""
     pytest.importorskip("transformers")
     (tmp_path / "tmp").mkdir()
-    words = [recipe_file(tmp_path), "--end-to-end", "--repeats", "1", "--json"]
-    words += ["--against", f"timm-train:{script}", "--against", "transformers-trainer"]
+    arguments = [write_recipe(tmp_path), "--end-to-end", "--repeats", "1", "--json"]
+    arguments += ["--against", f"timm-train:{script}", "--against", "transformers-trainer"]
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune", "bench", *words],
+    completed = subprocess.run(
+        [sys.executable, "-m", "finetune", "bench", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row for row in json.loads(done.stdout)["jobs"]}
+    assert completed.returncode == 0, completed.stderr
+    rows = {row["name"]: row for row in json.loads(completed.stdout)["jobs"]}
     assert list(rows) == ["finetune", "timm-train", "transformers-trainer"]
     for row in rows.values():
         (seconds,), (first,) = row["seconds"]["values"], row["first_step"]["values"]

@@ -1,4 +1,4 @@
-"""Batches from workers beside bare decoding: both read the same images, and both are counted."""
+"""Batches from workers against plain decoding: both decode the same images."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from finetune.data.open_source import open_source
 from finetune.data.source import Split
 
 
-def test_both_read_every_image_in_every_turn(
+def test_both_decode_every_image_in_every_round(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
-    read, parent, log = Split.decode, os.getpid(), tmp_path / "log"
+    original_decode, parent, log = Split.decode, os.getpid(), tmp_path / "log"
 
-    def noted(self: Split, index: int, room: np.ndarray | None = None) -> np.ndarray:
-        with log.open("a") as file:  # appended as a whole, whoever else does
+    def logged_decode(self: Split, index: int, room: np.ndarray | None = None) -> np.ndarray:
+        with log.open("a") as file:  # each append is atomic across processes
             file.write(f"{index} {os.getpid() != parent}\n")
-        return read(self, index, room)
+        return original_decode(self, index, room)
 
-    monkeypatch.setattr(Split, "decode", noted)
-    short = {"repeats": 2, "seconds": 0.0}
-    found = input_rates(split, workers=2, batch_size=5, num_images=2 * len(split), **short)
+    monkeypatch.setattr(Split, "decode", logged_decode)
+    options = {"repeats": 2, "seconds": 0.0}
+    found = input_rates(split, workers=2, batch_size=5, num_images=2 * len(split), **options)
     assert [len(found[name]) for name in ("decode", "workers")] == [2, 2]
     assert found["share"] > 0
-    # two turns each, and one that does not count
+    # two rounds each, and one warm-up round
     expected = sorted(f"{index} True" for index in range(len(split))) * 10
     assert sorted(log.read_text().splitlines()) == sorted(expected)
 
 
-def test_an_image_that_cannot_be_read_is_an_error(image_folder: Path) -> None:
+def test_unreadable_image_is_an_error(image_folder: Path) -> None:
     (image_folder / "train" / "red" / "red-0.png").write_bytes(b"")
     split = open_source(f"folder:{image_folder}").splits["train"]
     with refused("data.unreadable", "finetune data scan"):

@@ -1,4 +1,4 @@
-"""Studies of a bench: losses beside those of the plain path, and sets of other sizes."""
+"""Bench studies: losses against those of the plain path, and datasets of other sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORTY = tiny_recipe_text(
 FORTY_BF16 = FORTY.replace("fp32", "bf16")
 
 
-def curve(recipe: Recipe, folder: Path) -> dict[str, Any]:
+def record_losses(recipe: Recipe, folder: Path) -> dict[str, Any]:
     recorder = StepCounter()
     found = LossCurveLoop(recorder, recipe=recipe, folder=str(folder)).losses(steps=6, every=3)
     assert recorder.steps == 6
@@ -47,9 +47,9 @@ def curve(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_losses_are_those_of_train(tmp_path: Path) -> None:
+def test_losses_match_train(tmp_path: Path) -> None:
     recipe = parse_recipe(FLIPPED)
-    found = curve(recipe, tmp_path)
+    found = record_losses(recipe, tmp_path)
     assert (found["precision"], found["compiled"]) == ("fp32", False)
     train(recipe, tmp_path / "run")
     lines = [line for line in RunDir(tmp_path / "run").read_metrics() if line["split"] == "train"]
@@ -60,8 +60,8 @@ def test_bf16_stays_near_float32_and_another_seed_does_not(tmp_path: Path) -> No
     torch.manual_seed(0)
     overrides = {"plain": [], "bf16": ["run.precision=bf16"], "seed": ["run.seed=1"]}
     found = {
-        name: curve(parse_recipe(FLIPPED, overrides=words), tmp_path / name)
-        for name, words in overrides.items()
+        name: record_losses(parse_recipe(FLIPPED, overrides=changes), tmp_path / name)
+        for name, changes in overrides.items()
     }
     near = compare_losses(found["bf16"], found["plain"], every=3)
     far = compare_losses(found["seed"], found["plain"], every=3)
@@ -73,53 +73,53 @@ def test_bf16_stays_near_float32_and_another_seed_does_not(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> DatasetSizeLoop:
+def size_loop(tmp_path_factory: pytest.TempPathFactory) -> DatasetSizeLoop:
     folder = str(tmp_path_factory.mktemp("grown"))
-    made = DatasetSizeLoop(StepCounter(), recipe=parse_recipe(FORTY), folder=folder)
-    made.prepare()
-    return made
+    loop = DatasetSizeLoop(StepCounter(), recipe=parse_recipe(FORTY), folder=folder)
+    loop.prepare()
+    return loop
 
 
 @pytest.mark.parametrize("images", [10, 40, 1003])
-def test_all_images_of_the_larger_set_are_there(grown: DatasetSizeLoop, images: int) -> None:
-    own = grown.loader.store.images
-    assert isinstance(own, torch.Tensor)
-    mapped = grown._memory_mapped(own, images)
-    assert mapped.shape == (images, *own.shape[1:])
-    for place in {0, images // 2, images - 1}:
-        assert torch.equal(mapped[place], own[place % len(own)])
-    before, steps = grown.setup.num_samples, grown.trainer.counters.step
-    found = grown.train_on_size(images=images, warmup=1, steps=2)
-    assert (found["images"], grown.setup.num_samples) == (images, before)
+def test_resized_dataset_repeats_the_images(size_loop: DatasetSizeLoop, images: int) -> None:
+    stored = size_loop.loader.store.images
+    assert isinstance(stored, torch.Tensor)
+    mapped = size_loop._memory_mapped(stored, images)
+    assert mapped.shape == (images, *stored.shape[1:])
+    for index in {0, images // 2, images - 1}:
+        assert torch.equal(mapped[index], stored[index % len(stored)])
+    before, steps = size_loop.setup.num_samples, size_loop.trainer.counters.step
+    found = size_loop.train_on_size(images=images, warmup=1, steps=2)
+    assert (found["images"], size_loop.setup.num_samples) == (images, before)
     assert found["rate"] > 0
     # labels, rows and order, each of 8 bytes
     assert 24 * images <= found["own_bytes"] < 24 * images + 50_000
-    assert grown.trainer.counters.step == steps + 4
-    assert grown.loader.store.images is own
+    assert size_loop.trainer.counters.step == steps + 4
+    assert size_loop.loader.store.images is stored
 
 
-def test_images_of_several_sizes_cannot_be_one_file(
-    grown: DatasetSizeLoop, monkeypatch: pytest.MonkeyPatch
+def test_mixed_image_sizes_are_unsupported(
+    size_loop: DatasetSizeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grown.loader.store, "images", [torch.zeros(3, 8, 8, dtype=torch.uint8)])
+    monkeypatch.setattr(size_loop.loader.store, "images", [torch.zeros(3, 8, 8, dtype=torch.uint8)])
     with refused("recipe.unsupported", "--images", "several sizes"):
-        grown.train_on_size(images=10, warmup=1, steps=1)
+        size_loop.train_on_size(images=10, warmup=1, steps=1)
 
 
-# In processes of their own; test_run.py has them with doubles.
+# In separate processes; test_run.py covers the studies with doubles.
 
 
 @pytest.fixture
-def quick_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin the processes of bench where everything has been imported."""
+def forked_loop_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the bench processes from this one, which has imported everything."""
     monkeypatch.setattr(
         "finetune.bench.loop_process._START_METHOD", fork_context.get_start_method()
     )
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_hosts")
-def test_the_same_steps_in_two_ways() -> None:
+@pytest.mark.usefixtures("forked_loop_processes")
+def test_study_losses() -> None:
     recipe, plain = (
         parse_recipe(FORTY_BF16),
         parse_recipe(FORTY, overrides=[*REFERENCE_OVERRIDES]),
@@ -131,8 +131,8 @@ def test_the_same_steps_in_two_ways() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_hosts")
-def test_sets_of_two_sizes() -> None:
+@pytest.mark.usefixtures("forked_loop_processes")
+def test_study_sizes() -> None:
     found = study_sizes(parse_recipe(FORTY_BF16), [2000, 20], warmup=1, steps=2, repeats=2)
     assert [row["images"] for row in found["rows"]] == [20, 2000]
     for row in found["rows"]:

@@ -1,4 +1,4 @@
-"""The table in a terminal, and the sections of a page."""
+"""The results table in a terminal, and the sections of a benchmark page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refusals import refused
 from finetune.bench.markdown import check_page, render_section, render_text, write_section
 
 
-def spread(*values: float) -> dict[str, Any]:
+def make_range(*values: float) -> dict[str, Any]:
     ordered = sorted(values)
     return {
         "median": ordered[len(ordered) // 2],
@@ -30,7 +30,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
         "name": name,
         "precision": "bf16",
         "compiled": False,
-        "train": spread(90.0, 100.0, 110.0),
+        "train": make_range(90.0, 100.0, 110.0),
         "evaluation": None,
         "seconds_to_first_step": None,
         "host_bytes": None,
@@ -59,15 +59,15 @@ RESULT: dict[str, Any] = {
     "optimizer": "adamw",
     "augmentation": "resize | flip",
     "rows": [
-        row("finetune", evaluation=spread(1234.5), seconds_to_first_step=4.25, fraction=0.512),
+        row("finetune", evaluation=make_range(1234.5), seconds_to_first_step=4.25, fraction=0.512),
         row(
             "timm-loop",
-            **{"train": spread(50.0), "ratio": 2.0, "workers": 2, "host_bytes": 2**30},
+            **{"train": make_range(50.0), "ratio": 2.0, "workers": 2, "host_bytes": 2**30},
             operations_per_image=7.5e9,
         ),
     ],
-    "input_share": spread(0.01, 0.02, 0.03),
-    "matrix_rate": spread(900e9, 920e9, 940e9),
+    "input_share": make_range(0.01, 0.02, 0.03),
+    "matrix_rate": make_range(900e9, 920e9, 940e9),
     "order": [],
     "load": 1.25,
     "machine": {
@@ -89,22 +89,26 @@ PROFILE = {
 }
 
 
-def changed(**changes: Any) -> dict[str, Any]:
+def changed_result(**changes: Any) -> dict[str, Any]:
     return {**copy.deepcopy(RESULT), **changes}
 
 
 @pytest.mark.parametrize("page", [render_text, render_section], ids=["terminal", "section"])
-def test_the_page(page: Callable[[dict[str, Any]], str]) -> None:
+def test_matches_the_golden_file(page: Callable[[dict[str, Any]], str]) -> None:
     golden = Path(__file__).with_name(f"bench_{page.__name__}.md").read_text(encoding="utf-8")
-    assert page(changed(profile=PROFILE)).rstrip("\n") + "\n" == golden
+    assert page(changed_result(profile=PROFILE)).rstrip("\n") + "\n" == golden
 
 
-def test_whole_trainings_as_commands() -> None:
+def test_end_to_end_section() -> None:
     found = {name: RESULT[name] for name in RESULT if name not in ("rows", "inputs", "losses")}
-    times = {"seconds": spread(30.0, 40.0, 50.0), "cpu_seconds": spread(60.0), "host_bytes": 2**30}
-    ours = {"name": "finetune", "precision": "bf16", **times, "share": spread(1.0)}
-    theirs = {**ours, "name": "timm-train", "share": spread(0.7, 0.8, 0.9), "first_step": None}
-    jobs = [{**ours, "first_step": spread(12.5)}, theirs]
+    times = {
+        "seconds": make_range(30.0, 40.0, 50.0),
+        "cpu_seconds": make_range(60.0),
+        "host_bytes": 2**30,
+    }
+    ours = {"name": "finetune", "precision": "bf16", **times, "share": make_range(1.0)}
+    theirs = {**ours, "name": "timm-train", "share": make_range(0.7, 0.8, 0.9), "first_step": None}
+    jobs = [{**ours, "first_step": make_range(12.5)}, theirs]
     counts = {"images": {"train": 320, "val": 260}, "epochs": 1, "workers": 2}
     machine = copy.deepcopy(RESULT["machine"])
     machine["device"]["instructions"] = ["AVX512", "avx512_bf16"]
@@ -115,11 +119,13 @@ def test_whole_trainings_as_commands() -> None:
     assert "2 threads, AVX512 avx512_bf16; commit" in text
     assert "320 training images, 1 epoch, each followed by 260 validation images" in text
     machine["device"]["instructions"] = ["AVX2"]
-    assert "2 threads, AVX2 without native bf16; commit" in render_section(changed(machine=machine))
+    assert "2 threads, AVX2 without native bf16; commit" in render_section(
+        changed_result(machine=machine)
+    )
 
 
-def test_what_was_not_measured_is_not_written() -> None:
-    text = render_text(changed(matrix_rate=None, rows=[row("finetune")]))
+def test_unmeasured_values_are_omitted() -> None:
+    text = render_text(changed_result(matrix_rate=None, rows=[row("finetune")]))
     assert "GFLOP" not in text
     assert "loading processes" not in text
     assert "None" not in text
@@ -129,29 +135,29 @@ def headings(path: Path) -> list[str]:
     return re.findall(r"^## .*$", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_a_page_grows_by_recipe_and_replaces_its_own(tmp_path: Path) -> None:
+def test_page_has_one_section_per_recipe(tmp_path: Path) -> None:
     path = tmp_path / "BENCHMARKS.md"
     write_section(path, RESULT)
     first = path.read_text(encoding="utf-8")
     assert first.startswith("# Benchmarks\n")
-    write_section(path, changed(recipe="recipes/b.yaml"))
+    write_section(path, changed_result(recipe="recipes/b.yaml"))
     expected = [f"## recipes/{name}.yaml data.batch_size=32, A Processor" for name in "ab"]
     assert headings(path) == expected
-    # another source of the same data is no other benchmark
-    again = changed(overrides=["data.batch_size=32"], command="finetune bench again")
-    write_section(path, again)
+    # another source of the same data is the same benchmark
+    updated = changed_result(overrides=["data.batch_size=32"], command="finetune bench again")
+    write_section(path, updated)
     assert headings(path) == expected
     text = path.read_text(encoding="utf-8")
     assert "finetune bench again" in text
-    assert text.count(RESULT["command"]) == 1  # the other section's
-    write_section(path, again)
+    assert text.count(RESULT["command"]) == 1  # in the other section
+    write_section(path, updated)
     assert path.read_text(encoding="utf-8") == text
 
 
-def test_another_machine_is_another_section(tmp_path: Path) -> None:
+def test_another_machine_gets_its_own_section(tmp_path: Path) -> None:
     path = tmp_path / "BENCHMARKS.md"
     write_section(path, RESULT)
-    other = changed()
+    other = changed_result()
     other["machine"]["device"] |= {"type": "cuda", "name": "A Card"}
     write_section(path, other)
     assert len(headings(path)) == 2
@@ -159,13 +165,13 @@ def test_another_machine_is_another_section(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Any) -> None:
+def test_folder_or_fifo_as_page_fails_without_blocking(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "B.md")
     with refused("recipe.unreadable", "--out", "B.md"):
         check_page(tmp_path / "B.md")
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text("# Something else\n")
     with refused("recipe.wrong_value", "--out", path):
@@ -185,7 +191,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("write", [render_text, render_section])
-def test_losses_beside_those_in_float32(write: Any) -> None:
+def test_losses_compared_with_float32(write: Any) -> None:
     text = write({**RESULT, "losses": LOSSES})
     table = [re.findall(r"[^\s|]+", line) for line in text.splitlines()]
     assert ["20", "2.3021", "2.3026", "-0.0005"] in table
@@ -196,21 +202,21 @@ def test_losses_beside_those_in_float32(write: Any) -> None:
 
 
 @pytest.mark.parametrize("write", [render_text, render_section])
-def test_sets_of_other_sizes(write: Any) -> None:
+def test_dataset_sizes(write: Any) -> None:
     rows = [
-        {"images": 1000, "train": spread(90.0, 100.0, 110.0), "own_bytes": 2**30},
-        {"images": 1_000_000, "train": spread(99.0), "own_bytes": 2**30 + 16 * 999_000},
+        {"images": 1000, "train": make_range(90.0, 100.0, 110.0), "own_bytes": 2**30},
+        {"images": 1_000_000, "train": make_range(99.0), "own_bytes": 2**30 + 16 * 999_000},
     ]
     text = write({**RESULT, "sizes": {"rows": rows, "per_image": 16.0}})
     table = [re.findall(r"[^\s|]+", line) for line in text.splitlines()]
     assert ["1,000", "100.0", "90.0–110.0", "1,024", "MiB"] in table
     assert ["1,000,000", "99.0", "99.0–99.0", "1,039", "MiB"] in table
     assert "16 bytes of memory" in text
-    alone = write({**RESULT, "sizes": {"rows": rows[:1], "per_image": None}})
-    assert "additional image" not in alone
+    single_size = write({**RESULT, "sizes": {"rows": rows[:1], "per_image": None}})
+    assert "additional image" not in single_size
 
 
-def test_workers_beside_processes_that_only_decode() -> None:
+def test_workers_compared_with_decode_only_processes() -> None:
     inputs = {"decode": [90.0, 100.0, 400.0], "workers": [80.0, 91.0, 99.0], "share": 0.91}
     text = render_text({**RESULT, "inputs": inputs})
     assert "workers deliver 91.0 images/s" in text
@@ -218,10 +224,12 @@ def test_workers_beside_processes_that_only_decode() -> None:
     assert "only decode" not in render_text(RESULT)
 
 
-def test_a_compiled_network_is_said_to_be_one() -> None:
+def test_compiled_model_is_marked() -> None:
     own, other = "finetune", "timm-loop"
     (ours, theirs) = RESULT["rows"]
     lines = render_text({**RESULT, "rows": [{**ours, "compiled": True}, theirs]}).splitlines()
-    said = {name: [line for line in lines if line.startswith(f"{name} ")] for name in (own, other)}
-    assert "compiled" in said[own][0]
-    assert "compiled" not in said[other][0]
+    lines_by_name = {
+        name: [line for line in lines if line.startswith(f"{name} ")] for name in (own, other)
+    }
+    assert "compiled" in lines_by_name[own][0]
+    assert "compiled" not in lines_by_name[other][0]

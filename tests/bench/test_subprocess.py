@@ -1,4 +1,4 @@
-"""A process that answers: its steps, its notices, its errors, and its end."""
+"""A loop process: its results, steps, log messages, errors, and end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from finetune.log import logger
 
 
 class Subject:
-    """What runs in the other process."""
+    """The object in the other process."""
 
-    def __init__(self, line: ProgressReporter, *, start: int, folder: str) -> None:
-        self.line = line
+    def __init__(self, reporter: ProgressReporter, *, start: int, folder: str) -> None:
+        self.reporter = reporter
         self.value = start
         self.folder = folder
 
@@ -32,13 +32,13 @@ class Subject:
 
     def walk(self, *, steps: int) -> None:
         for _ in range(steps):
-            self.line.tick()
+            self.reporter.tick()
         logger.info("walked")
 
-    def surroundings(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
         out, error = os.fstat(1), os.fstat(2)
         return {
-            "prints_beside_answers": (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino),
+            "prints_to_stderr": (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino),
             "pid": os.getpid(),
             "folder": self.folder,
             "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
@@ -48,7 +48,7 @@ class Subject:
 
     def refuse(self) -> None:
         raise DataError(
-            "colours: the training split is empty; see: finetune data info", code="data.empty"
+            "colors: the training split is empty; see: finetune data info", code="data.empty"
         )
 
     def fail(self) -> None:
@@ -62,61 +62,61 @@ class Subject:
 
 
 STEPS: list[int] = []
-NOTICES: list[str] = []
+MESSAGES: list[str] = []
 FOLDERS: list[Path] = []
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[LoopProcess]:
+def loop_process() -> Iterator[LoopProcess]:
     patch = pytest.MonkeyPatch()
     patch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    made = LoopProcess("walker", Subject, {"start": 5}, on_steps=STEPS.append)
+    process = LoopProcess("walker", Subject, {"start": 5}, on_steps=STEPS.append)
     patch.undo()
-    with made, logged(NOTICES):
-        yield made
+    with process, logged(MESSAGES):
+        yield process
         assert all(folder.is_dir() for folder in FOLDERS)
     assert not any(folder.exists() for folder in FOLDERS)
 
 
-def test_it_keeps_what_it_made(host: LoopProcess) -> None:
-    assert host.call("add", number=2) == 7
-    assert host.call("add", number=3) == 10
+def test_state_persists_between_calls(loop_process: LoopProcess) -> None:
+    assert loop_process.call("add", number=2) == 7
+    assert loop_process.call("add", number=3) == 10
 
 
-def test_steps_and_notices_come_before_the_answer(host: LoopProcess) -> None:
-    host.call("walk", steps=1000)
+def test_steps_and_messages_arrive_before_the_result(loop_process: LoopProcess) -> None:
+    loop_process.call("walk", steps=1000)
     assert sum(STEPS) == 1000
-    assert len(STEPS) < 100  # not one message each
-    assert NOTICES == ["walked"]
+    assert len(STEPS) < 100  # several steps a message
+    assert MESSAGES == ["walked"]
 
 
-def test_its_surroundings(host: LoopProcess) -> None:
+def test_process_environment(loop_process: LoopProcess) -> None:
     before = signal.getsignal(signal.SIGINT)
-    found = host.call("surroundings")
+    found = loop_process.call("environment")
     assert found["pid"] != os.getpid()
-    assert found["interrupt"]  # the terminal's is for the one that asks
+    assert found["interrupt"]  # only the parent process handles it
     assert signal.getsignal(signal.SIGINT) == before
     assert found["workers"] == multiprocessing.get_start_method()
     assert found["devices"] == "3"
     FOLDERS.append(Path(found["folder"]))
-    assert found["prints_beside_answers"]  # standard output is for the answer of the verb
+    assert found["prints_to_stderr"]  # standard output is reserved for the result of the command
 
 
-def test_errors_come_back_as_they_are(host: LoopProcess) -> None:
-    kept = host.call("add", number=1)
-    with refused("data.empty", "colours: ") as caught:
-        host.call("refuse")
+def test_errors_are_raised_in_the_parent(loop_process: LoopProcess) -> None:
+    value = loop_process.call("add", number=1)
+    with refused("data.empty", "colors: ") as caught:
+        loop_process.call("refuse")
     assert caught.value.exit_code == DataError.exit_code
     with pytest.raises(RuntimeError, match=r"^walker: ValueError: no such thing$") as unknown:
-        host.call("fail")
+        loop_process.call("fail")
     assert "in fail" in str(unknown.value.__cause__)
     with refused("setup.memory", "walker: ", "data.batch_size"):
-        host.call("run_out")
-    assert host.call("add", number=0) == kept  # it is still there
+        loop_process.call("run_out")
+    assert loop_process.call("add", number=0) == value  # the process is still alive
 
 
-def test_a_process_that_was_killed(host: LoopProcess) -> None:
-    """The last: nobody answers after it."""
+def test_killed_process(loop_process: LoopProcess) -> None:
+    """Runs last, because it ends the process."""
     with refused("setup.worker_ended", "walker: ", -9) as caught:
-        host.call("die")
+        loop_process.call("die")
     assert caught.value.exit_code == 5

@@ -1,4 +1,4 @@
-"""The clock leaves the warm-up out and waits for the device at both ends."""
+"""The step timer excludes the warm-up and synchronizes the device at both ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from doubles import StepCounter
 from finetune.bench.timer import MeasuredLoop, StepTimer, peak_host_bytes, process_age_seconds
 
 
-def test_a_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timer_excludes_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.0, 20.0])
     recorder = StepCounter()
     monkeypatch.setattr("finetune.bench.timer.time.perf_counter", lambda: next(now))
-    clock = StepTimer(torch.device("cpu"), warmup=3, steps=4, tick=recorder.tick)
+    timer = StepTimer(torch.device("cpu"), warmup=3, steps=4, tick=recorder.tick)
     for _ in range(7):
-        clock.step()
-    assert (clock.seconds, recorder.steps) == (8.0, 7)
-    assert clock.seconds_to_first_step > 0
+        timer.step()
+    assert (timer.seconds, recorder.steps) == (8.0, 7)
+    assert timer.seconds_to_first_step > 0
 
 
-def test_what_this_process_has_had() -> None:
+def test_memory_and_process_age() -> None:
     loop = MeasuredLoop()
     loop.device = torch.device("cpu")
     assert loop.memory() == {"host": peak_host_bytes(), "device": None}

@@ -1,4 +1,4 @@
-"""Export: the logits of the exported file, its preprocessing beside it, and what is refused."""
+"""Export: logits of the exported file, its preprocessing JSON, and refused exports."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from finetune.inference import Classifier
 from finetune.models.build import build_model
 from finetune.models.save import save_model
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
 
-def logits_of(path: Path, images: Tensor) -> Tensor:
-    """Run an exported file as somebody without this package would."""
+def run_exported(path: Path, images: Tensor) -> Tensor:
+    """Run an exported file without this package."""
     if path.suffix == ".pt2":
         return torch.export.load(path).module()(images)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -44,22 +43,22 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def instant(monkeypatch: Patch) -> None:
-    """Exports that are the network itself, for tests of everything around them."""
-    networks: list[nn.Module] = []
+def fake_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the exporter by the model itself, for tests of everything else."""
+    models: list[nn.Module] = []
 
-    def write(network: nn.Module, example: Tensor, path: Path, *_: str) -> int:
-        networks.append(network)
+    def save(model: nn.Module, example: Tensor, path: Path, *_: str) -> int:
+        models.append(model)
         path.write_bytes(b"weights")
         return 20
 
-    monkeypatch.setattr(export_module, "export_network", write)
-    monkeypatch.setattr(export_module, "load_exported", lambda path, format: networks[-1])
+    monkeypatch.setattr(export_module, "export_network", save)
+    monkeypatch.setattr(export_module, "load_exported", lambda path, format: models[-1])
 
 
 @pytest.fixture
 def run_of_folder(tmp_path: Path, image_folder: Path) -> Path:
-    """A run directory as its model and its recipe: trained on a folder, of three classes."""
+    """A run directory with a model and a recipe, for an image folder with three classes."""
     run = tmp_path / "my-run"
     (run / "model").mkdir(parents=True)
     built = build_model(NANO, num_classes=3, head_init="default")
@@ -79,26 +78,26 @@ def run_of_folder(tmp_path: Path, image_folder: Path) -> Path:
     return run
 
 
-def picture(height: int = 90, width: int = 120) -> Image.Image:
-    """Waves of colour: what a photo has and noise has not, neighbours that are alike."""
+def wave_image(height: int = 90, width: int = 120) -> Image.Image:
+    """Smooth color waves: unlike noise, neighboring pixels are similar, as in a photo."""
     y, x = np.mgrid[:height, :width]
     waves = [np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 13)]
     return Image.fromarray(np.rint(127.5 + 127.5 * np.stack(waves, 2)).astype(np.uint8))
 
 
-def test_any_batch_gives_the_models_logits(exported: dict[str, Any]) -> None:
+def test_any_batch_size_gives_the_models_logits(exported: dict[str, Any]) -> None:
     network = build_model(NANO).model.eval()
-    for batch in (1, 7):
-        images = torch.randn(batch, 3, 32, 32)
+    for batch_size in (1, 7):
+        images = torch.randn(batch_size, 3, 32, 32)
         with torch.inference_mode():
             expected = network(images)
-        found = logits_of(Path(exported["file"]), images)
-        assert found.shape == expected.shape
-        # logits of about 10, summed in another order
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        actual = run_exported(Path(exported["file"]), images)
+        assert actual.shape == expected.shape
+        # logits of about 10, with another order of summation
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-def test_the_answer_says_what_was_compared(exported: dict[str, Any]) -> None:
+def test_result_describes_the_comparison(exported: dict[str, Any]) -> None:
     path = Path(exported["file"])
     suffix = SUFFIXES[exported["format"]]
     assert path.name == f"vit_nano{suffix}"
@@ -113,56 +112,56 @@ def test_the_answer_says_what_was_compared(exported: dict[str, Any]) -> None:
     assert ("opset 2" in text) == (suffix == ".onnx")
 
 
-def test_what_stands_beside_is_whole(exported: dict[str, Any]) -> None:
-    facts = json.loads(Path(exported["preprocessing"]).read_text("utf-8"))
+def test_preprocessing_json_is_complete(exported: dict[str, Any]) -> None:
+    sidecar = json.loads(Path(exported["preprocessing"]).read_text("utf-8"))
     built = build_model(NANO)
-    assert facts["source"]["model"] == NANO
-    assert facts["source"]["architecture"] == built.architecture
-    assert facts["source"]["sha256"] == built.provenance["sha256"]
-    assert facts["input"]["shape"] == ["batch", 3, 32, 32]
-    assert facts["output"]["shape"] == ["batch", len(facts["class_names"])]
-    assert facts["class_names"] == Classifier.load(NANO).class_names
-    assert facts["temperature"] is None
-    assert {"torch", "timm"} <= set(facts["versions"])
-    assert facts["export"] == {k: exported[k] for k in facts["export"]}
-    assert (facts["export"]["opset"] is None) == (exported["format"] == "torch")
+    assert sidecar["source"]["model"] == NANO
+    assert sidecar["source"]["architecture"] == built.architecture
+    assert sidecar["source"]["sha256"] == built.provenance["sha256"]
+    assert sidecar["input"]["shape"] == ["batch", 3, 32, 32]
+    assert sidecar["output"]["shape"] == ["batch", len(sidecar["class_names"])]
+    assert sidecar["class_names"] == Classifier.load(NANO).class_names
+    assert sidecar["temperature"] is None
+    assert {"torch", "timm"} <= set(sidecar["versions"])
+    assert sidecar["export"] == {k: exported[k] for k in sidecar["export"]}
+    assert (sidecar["export"]["opset"] is None) == (exported["format"] == "torch")
 
 
-def test_what_stands_beside_gives_the_pixels(exported: dict[str, Any], tmp_path: Path) -> None:
-    """A stranger decodes with PIL and transforms with timm, from the JSON file alone."""
-    picture().save(tmp_path / "waves.png")
-    facts = json.loads(Path(exported["preprocessing"]).read_text("utf-8"))["preprocessing"]
+def test_preprocessing_json_reproduces_the_pixels(exported: dict[str, Any], tmp_path: Path) -> None:
+    """PIL and timm reproduce the pixels from the JSON file alone."""
+    wave_image().save(tmp_path / "waves.png")
+    preprocessing = json.loads(Path(exported["preprocessing"]).read_text("utf-8"))["preprocessing"]
     keys = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-    transform = create_transform(**{key: facts[key] for key in keys}, is_training=False)
+    transform = create_transform(**{key: preprocessing[key] for key in keys}, is_training=False)
     with Image.open(tmp_path / "waves.png") as image:
         pixels = transform(image.convert("RGB"))
-    theirs = logits_of(Path(exported["file"]), pixels[None])[0]
+    logits = run_exported(Path(exported["file"]), pixels[None])[0]
     classifier = Classifier.load(NANO, device="cpu")
-    ours = classifier.logits(
-        classifier.pipeline([torch.from_numpy(np.array(picture())).permute(2, 0, 1)])
+    expected = classifier.logits(
+        classifier.pipeline([torch.from_numpy(np.array(wave_image())).permute(2, 0, 1)])
     )[0]
-    assert int(theirs.argmax()) == int(ours.argmax())
-    # PIL rounds its resized pixels to whole numbers, 0.004 of what the network sees; ours are not
-    torch.testing.assert_close(theirs, ours, atol=0.05, rtol=0)
-    assert float(ours.std()) > 1, "the tolerance is small beside the logits"
+    assert int(logits.argmax()) == int(expected.argmax())
+    # PIL rounds resized pixels to integers, an error of 0.004 in the input; ours does not round
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
+    assert float(expected.std()) > 1, "the logits must be much larger than the tolerance"
 
 
 @pytest.mark.parametrize("damage", [0.01, float("nan")])
-def test_an_export_that_differs_is_refused_and_leaves_the_old(
-    damage: float, tmp_path: Path, monkeypatch: Patch
+def test_differing_export_is_refused_and_keeps_the_old_file(
+    damage: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_write = export_module.export_network
+    export_network = export_module.export_network
 
-    def write_and_damage(network: Any, example: Any, path: Path, *rest: str) -> Any:
-        opset = real_write(network, example, path, *rest)
+    def export_and_damage(network: Any, example: Any, path: Path, *rest: str) -> Any:
+        opset = export_network(network, example, path, *rest)
         model = onnx.load(path)
-        largest = max(model.graph.initializer, key=lambda each: len(each.raw_data))
+        largest = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
         weights = onnx.numpy_helper.to_array(largest) + np.float32(damage)
         largest.CopyFrom(onnx.numpy_helper.from_array(weights, largest.name))
         onnx.save(model, path)
         return opset
 
-    monkeypatch.setattr(export_module, "export_network", write_and_damage)
+    monkeypatch.setattr(export_module, "export_network", export_and_damage)
     (tmp_path / "vit_nano.onnx").write_text("old")
     with refused("weights.wrong_export", "vit_nano", "0.001"):
         export_model(NANO, out=str(tmp_path))
@@ -170,7 +169,9 @@ def test_an_export_that_differs_is_refused_and_leaves_the_old(
     assert (tmp_path / "vit_nano.onnx").read_text() == "old"
 
 
-def test_each_batch_size_is_compared(instant: None, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_every_batch_size_is_compared(
+    fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = build_model(NANO).model.eval()
 
     def run(images: Tensor) -> Tensor:
@@ -184,34 +185,38 @@ def test_each_batch_size_is_compared(instant: None, tmp_path: Path, monkeypatch:
     assert not os.listdir(tmp_path)
 
 
-def test_a_run_is_compared_on_its_own_data(
-    instant: None, run_of_folder: Path, image_folder: Path, tmp_path: Path
+def test_run_is_compared_on_its_own_images(
+    fake_export: None, run_of_folder: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     result = export_model(str(run_of_folder), out=str(tmp_path / "out"))
     assert Path(result["file"]).name == "my-run.onnx"
     assert (result["num_images"], result["images"]) == (12, f"folder:{image_folder}")
-    facts = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
-    assert facts["class_names"] == ["blue", "green", "red"]
-    assert facts["source"]["model"] == "my-run", "no folder of this machine"
-    assert facts["preprocessing"]["evaluation"] == "resize((32, 32))"
+    sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
+    assert sidecar["class_names"] == ["blue", "green", "red"]
+    assert sidecar["source"]["model"] == "my-run", "no local path"
+    assert sidecar["preprocessing"]["evaluation"] == "resize((32, 32))"
 
 
-def test_data_that_is_not_there_is_replaced_and_that_is_said(
-    instant: None, run_of_folder: Path, image_folder: Path, tmp_path: Path, capsys: Captured
+def test_missing_images_are_replaced_with_a_warning(
+    fake_export: None,
+    run_of_folder: Path,
+    image_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     image_folder.rename(tmp_path / "elsewhere")
     result = export_model(str(run_of_folder / "model" / ".."), out=str(tmp_path / "out"))
     assert result["images"] == "embedded:digits"
-    assert "cannot be read here" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
 
 
-def test_images_can_be_named(instant: None, tmp_path: Path) -> None:
+def test_images_option_selects_the_compared_images(fake_export: None, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(3):
-        picture(40 + number).save(tmp_path / "in" / f"{number}.png")
+        wave_image(40 + number).save(tmp_path / "in" / f"{number}.png")
     result = export_model(NANO, images=[str(tmp_path / "in")], out=str(tmp_path))
     assert (result["num_images"], result["images"]) == (3, "--images")
-    assert result["batch_sizes"] == [1, 2, 5, 16], "with repeated images"
+    assert result["batch_sizes"] == [1, 2, 5, 16], "images are repeated to fill a batch"
     (tmp_path / "in" / "3.png").touch()
     with refused("data.unreadable", "3.png"):
         export_model(NANO, images=[str(tmp_path / "in")], out=str(tmp_path))
@@ -219,7 +224,7 @@ def test_images_can_be_named(instant: None, tmp_path: Path) -> None:
         export_model(NANO, images=[str(tmp_path / "*.jpg")], out=str(tmp_path))
 
 
-def test_a_temperature_travels_along(instant: None, run_of_folder: Path, tmp_path: Path) -> None:
+def test_temperature_is_exported(fake_export: None, run_of_folder: Path, tmp_path: Path) -> None:
     path = run_of_folder / "model" / "config.json"
     config = json.loads(path.read_text("utf-8"))
     config["calibration"] = {"temperature": 1.75, "split": "val"}
@@ -228,12 +233,12 @@ def test_a_temperature_travels_along(instant: None, run_of_folder: Path, tmp_pat
     assert json.loads(Path(result["preprocessing"]).read_text("utf-8"))["temperature"] == 1.75
 
 
-def test_another_size_leaves_the_runs_sentence_aside(
-    instant: None, run_of_folder: Path, tmp_path: Path
+def test_another_image_size_ignores_the_runs_eval_transform(
+    fake_export: None, run_of_folder: Path, tmp_path: Path
 ) -> None:
     result = export_model(str(run_of_folder), out=str(tmp_path / "out"), image_size=48)
-    facts = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
-    assert facts["input"]["shape"] == ["batch", 3, 48, 48]
+    sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
+    assert sidecar["input"]["shape"] == ["batch", 3, 48, 48]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +252,12 @@ def test_another_size_leaves_the_runs_sentence_aside(
         ("v1.2", "v1.2/vit_nano.onnx"),
     ],
 )
-def test_out_is_a_file_or_a_folder(
-    out: str | None, expected: str, instant: None, tmp_path: Path, monkeypatch: Patch
+def test_out_may_be_a_file_or_a_folder(
+    out: str | None,
+    expected: str,
+    fake_export: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert export_model(NANO, out=out)["file"] == expected
@@ -264,45 +273,45 @@ def test_out_is_a_file_or_a_folder(
         ("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224.augreg_in21k"),
     ],
 )
-def test_the_file_is_called_after_the_model(model: str, name: str) -> None:
+def test_file_is_named_after_the_model(model: str, name: str) -> None:
     assert export_module._resolve_output_path(model, "torch", None) == Path(f"{name}.pt2")
 
 
-def test_another_formats_suffix_is_refused_before_any_work() -> None:
+def test_wrong_suffix_is_refused_before_loading_the_model() -> None:
     for out in ("x.pt2", "x.pt"):
         with refused("recipe.wrong_value", "--out", ".onnx"):
             export_model("no such model", out=out)
 
 
-def test_a_place_that_cannot_be_written(instant: None, tmp_path: Path) -> None:
+def test_unwritable_out_is_refused(fake_export: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("setup.not_writable", "--out"):
         export_model(NANO, out=str(tmp_path / "file" / "x.onnx"))
 
 
-def test_a_failure_while_publishing_vouches_for_nothing(
-    instant: None, tmp_path: Path, monkeypatch: Patch
+def test_failed_replace_removes_the_old_preprocessing(
+    fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("vit_nano.onnx", "vit_nano.onnx.json"):
         (tmp_path / name).write_text("old")
 
-    def refuse(source: Any, target: Any) -> None:
+    def fail(source: Any, target: Any) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
+        patch.setattr(os, "replace", fail)
         with refused("setup.not_writable", "Input/output error"):
             export_model(NANO, out=str(tmp_path))
-    assert os.listdir(tmp_path) == ["vit_nano.onnx"], "never old facts beside a new file"
+    assert os.listdir(tmp_path) == ["vit_nano.onnx"], "no old preprocessing next to a new file"
 
 
-def test_weights_of_an_older_export_do_not_stay(instant: None, tmp_path: Path) -> None:
-    (tmp_path / "vit_nano.onnx.data").write_text("of another model")
+def test_external_weights_of_an_older_export_are_removed(fake_export: None, tmp_path: Path) -> None:
+    (tmp_path / "vit_nano.onnx.data").write_text("weights of another model")
     export_model(NANO, out=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
 
 
-# Small, but with every kind of layer; the second block of swin's first stage shifts its windows.
+# Small, but with every kind of layer; the second block of Swin's first stage shifts its windows.
 SWIN = {"depths": [2, 1], "num_heads": [1, 2], "embed_dim": 16, "window_size": 4}
 ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_tiny_patch16_224": (96, {"depth": 1, "embed_dim": 32, "num_heads": 2}),
@@ -310,18 +319,18 @@ ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "convnext_atto": (64, {"depths": [1, 1, 1, 1], "dims": [8, 16, 16, 16]}),
     "swin_tiny_patch4_window7_224": (32, SWIN),
 }
-IN_THE_LONG_RUN = ("convnext_atto", "swin_tiny_patch4_window7_224")
+SLOW_ARCHITECTURES = ("convnext_atto", "swin_tiny_patch4_window7_224")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(name, marks=[pytest.mark.faults] * (name in IN_THE_LONG_RUN))
+        pytest.param(name, marks=[pytest.mark.faults] * (name in SLOW_ARCHITECTURES))
         for name in ARCHITECTURES
     ],
 )
-def test_other_architectures(architecture: str, tmp_path: Path) -> None:
+def test_exports_of_other_architectures_match(architecture: str, tmp_path: Path) -> None:
     size, args = ARCHITECTURES[architecture]
     built = build_model(
         architecture,
@@ -345,5 +354,5 @@ def test_other_architectures(architecture: str, tmp_path: Path) -> None:
         images = torch.randn(7, 3, size, size)
         with torch.inference_mode():
             expected = built.model.eval()(images)
-        found = logits_of(Path(result["file"]), images)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        actual = run_exported(Path(result["file"]), images)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The plan of a run: a few real steps, memory by part, its page, and nothing left behind."""
+"""Estimating a run: a few real steps, memory by part, the text, and no leftovers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from finetune.data.open_source import open_source
 from finetune.errors import FinetuneError
 from finetune.models.summary import count_parameters
 
-CHANGES = (
+OVERRIDES = (
     *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
     *("optim.ema_decay=0.9", "run.eval_every=5", "model.args.depth=1"),
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_turns() -> Iterator[None]:
-    """Few steps, and no look for garbage among all that the other tests have left."""
+def short_trials() -> Iterator[None]:
+    """Use few steps, and skip garbage collection of objects from other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("finetune.commands.estimate._MAX_STEPS", 3)
         patch.setattr("finetune.commands.estimate.gc", SimpleNamespace(collect=lambda: 0))
@@ -46,36 +46,41 @@ def short_turns() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> RunTrial:
-    made = RunTrial(
-        StepCounter(), recipe=tiny_recipe(*CHANGES), folder=str(tmp_path_factory.mktemp("trial"))
+    trial = RunTrial(
+        StepCounter(), recipe=tiny_recipe(*OVERRIDES), folder=str(tmp_path_factory.mktemp("trial"))
     )
-    made.prepare()
-    made.timed = made.measure()  # type: ignore[attr-defined]
-    made.predicted = made.predict()  # type: ignore[attr-defined]
-    return made
+    trial.prepare()
+    trial.timed = trial.measure()  # type: ignore[attr-defined]
+    trial.predicted = trial.predict()  # type: ignore[attr-defined]
+    return trial
 
 
-def test_memory_is_the_sum_of_its_parts(trial: RunTrial) -> None:
+def test_peak_memory_is_the_sum_of_its_parts(trial: RunTrial) -> None:
     predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
-    memory, one = predicted["memory"], 4 * count_parameters(trial.setup.built.model.parameters())
+    memory, weights_bytes = (
+        predicted["memory"],
+        4 * count_parameters(trial.setup.built.model.parameters()),
+    )
     parts = memory["parts"]
-    assert parts["weights"] == parts["gradients"] == parts["average"] == one
-    assert parts["moments"] == pytest.approx(2 * one, rel=0.01)
+    assert parts["weights"] == parts["gradients"] == parts["average"] == weights_bytes
+    assert parts["moments"] == pytest.approx(2 * weights_bytes, rel=0.01)
     assert parts["snapshot"] == parts["weights"] + parts["moments"] + parts["average"]
     assert parts["images"] == 120 * 8 * 8 * 3
-    each = parts["activations_per_image"]
-    assert parts["activations"] == pytest.approx(12 * each, rel=0.1)
-    steady = [value for key, value in parts.items() if not key.startswith("activations")]
-    assert memory["phases"]["training"] == sum(steady) + parts["activations"]
+    per_image = parts["activations_per_image"]
+    assert parts["activations"] == pytest.approx(12 * per_image, rel=0.1)
+    constant = [value for key, value in parts.items() if not key.startswith("activations")]
+    assert memory["phases"]["training"] == sum(constant) + parts["activations"]
     assert memory["peak"] == max(memory["phases"].values())
     assert (memory["where"], predicted["micro_batch"]) == ("host", 12)
-    # the process is this one, with all that the other tests have left in it
+    # the trial runs in this process, whose memory includes other tests' objects
     assert parts["program"] > 2**27
     assert memory["measured"] > parts["program"]
 
 
 @pytest.mark.parametrize("sizes", [[(5, 4)] * 40, [(5, 4), (9, 7)] * 20])
-def test_images_of_any_size_are_all_counted(sizes: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_decoded_image_bytes_counts_images_of_any_size(
+    sizes: list[tuple[int, int]], tmp_path: Path
+) -> None:
     images = [{"bytes": random_png(n, size), "path": None} for n, size in enumerate(sizes)]
     file = write_parquet(tmp_path / "a.parquet", [0, 1] * 20, images=images)
     store = make_pixel_store(open_source(f"parquet:{file}").splits["train"], "memory")
@@ -84,7 +89,7 @@ def test_images_of_any_size_are_all_counted(sizes: list[tuple[int, int]], tmp_pa
     )
 
 
-def test_time_follows_from_the_rates(trial: RunTrial) -> None:
+def test_time_follows_from_the_measured_rates(trial: RunTrial) -> None:
     time: dict[str, Any] = trial.timed["time"]  # type: ignore[attr-defined]
     rate = time["images_per_second"]
     assert rate == pytest.approx(sum(time["turns"]) / len(time["turns"]))
@@ -96,7 +101,7 @@ def test_time_follows_from_the_rates(trial: RunTrial) -> None:
     assert 0 <= time["input_share"] < 1
 
 
-def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: RunTrial) -> None:
+def test_disk_needs_the_kept_checkpoints_and_the_one_being_written(trial: RunTrial) -> None:
     predicted: dict[str, Any] = trial.predicted  # type: ignore[attr-defined]
     disk, parts = predicted["disk"], predicted["memory"]["parts"]
     assert disk["checkpoint"] == parts["snapshot"]
@@ -104,16 +109,18 @@ def test_disk_holds_the_last_the_best_and_the_one_that_is_written(trial: RunTria
     json.dumps(predicted)
 
 
-def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(
+def test_no_snapshot_without_intermediate_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # tests/bench/test_predictor.py has them
+    # tests/bench/test_predictor.py tests the suggestions
     monkeypatch.setattr("finetune.commands.estimate.suggest_settings", lambda *_: [])
-    changes = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
-    made = RunTrial(StepCounter(), recipe=tiny_recipe(*CHANGES, *changes), folder=str(tmp_path))
-    made.prepare()
-    made.measure()
-    predicted = made.predict()
+    overrides = ("data.val_fraction=0", "run.eval_every=12", "model.freeze=backbone")
+    trial = RunTrial(
+        StepCounter(), recipe=tiny_recipe(*OVERRIDES, *overrides), folder=str(tmp_path)
+    )
+    trial.prepare()
+    trial.measure()
+    predicted = trial.predict()
     parts = predicted["memory"]["parts"]
     assert parts["snapshot"] == 0
     assert 0 < parts["gradients"] < parts["weights"] / 10
@@ -121,56 +128,64 @@ def test_without_a_checkpoint_on_the_way_there_is_no_snapshot(
     assert predicted["parameters"]["trained"] == parts["gradients"] // 4
 
 
-def test_a_frozen_backbone_computes_its_features_once(tmp_path: Path) -> None:
-    changes = ("model.freeze=backbone", "data.train=resize", "optim.steps=2000", "run.eval_every=9")
-    made = RunTrial(StepCounter(), recipe=tiny_recipe(*CHANGES, *changes), folder=str(tmp_path))
-    assert made.prepare()["of_features"]
-    time, steps = made.measure()["time"], 2000
-    whole = made.measured.images_per_second
+def test_frozen_backbone_is_estimated_with_cached_features(tmp_path: Path) -> None:
+    overrides = (
+        "model.freeze=backbone",
+        "data.train=resize",
+        "optim.steps=2000",
+        "run.eval_every=9",
+    )
+    trial = RunTrial(
+        StepCounter(), recipe=tiny_recipe(*OVERRIDES, *overrides), folder=str(tmp_path)
+    )
+    assert trial.prepare()["of_features"]
+    time, steps = trial.measure()["time"], 2000
+    rate = trial.measured.images_per_second
     assert time["features_seconds"] > 0
-    assert isinstance(made.active_loader, FeatureLoader)  # what the steps were timed with
-    assert time["images_per_second"] == whole
-    val = 120 - made.setup.num_samples
+    assert isinstance(trial.active_loader, FeatureLoader)  # the timed steps used cached features
+    assert time["images_per_second"] == rate
+    val = 120 - trial.setup.num_samples
     evaluated = (time["evaluations"] + 1) * val / time["evaluated_per_second"]
-    training = steps * 24 / whole
+    training = steps * 24 / rate
     assert time["run_seconds"] == pytest.approx(time["features_seconds"] + training + evaluated)
-    found = made.predict()
-    memory, parts = found["memory"], found["memory"]["parts"]
+    estimate = trial.predict()
+    memory, parts = estimate["memory"], estimate["memory"]["parts"]
     assert parts["features"] == 120 * 32 * 4
     assert (parts["activations_per_image"], memory["measured"]) == (2 * 32 * 4, None)
-    gone = ("images", "activations_per_image")
-    assert memory["phases"]["training"] == sum(v for k, v in parts.items() if k not in gone)
+    excluded = ("images", "activations_per_image")
+    assert memory["phases"]["training"] == sum(v for k, v in parts.items() if k not in excluded)
     assert {"features", "training"} <= set(memory["phases"])
-    assert found["options"] == []
+    assert estimate["options"] == []
 
 
 @pytest.mark.faults
-def test_a_forecast_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary, here = tmp_path / "temporary", tmp_path / "here"
+def test_estimate_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, working = tmp_path / "temporary", tmp_path / "here"
     temporary.mkdir()
-    here.mkdir()
-    monkeypatch.chdir(here)
+    working.mkdir()
+    monkeypatch.chdir(working)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(TINY_RECIPE)
-    found = estimate_run(str(recipe), CHANGES)
-    assert list(temporary.iterdir()) == list(here.iterdir()) == []
-    assert found["batch_size"] == 24
-    assert found["disk"]["free_here"] > 0
-    assert found["options"]
-    json.dumps(found)
+    estimate = estimate_run(str(recipe), OVERRIDES)
+    assert list(temporary.iterdir()) == list(working.iterdir()) == []
+    assert estimate["batch_size"] == 24
+    assert estimate["disk"]["free_here"] > 0
+    assert estimate["options"]
+    json.dumps(estimate)
+    # faster
     monkeypatch.setattr(
         "finetune.bench.loop_process._START_METHOD", fork_context.get_start_method()
-    )  # quicker
-    # an error of the other process is an error here, of its kind
+    )
+    # an error in the other process is raised here with its type
     with pytest.raises(FinetuneError) as caught:
         estimate_run(str(recipe), ["data.source=folder:nowhere"])
     assert caught.value.exit_code == 3
     assert list(temporary.iterdir()) == []
 
 
-def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_only_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(TINY_RECIPE)
     with refused("recipe.conflict", "run.num_processes=1"):
@@ -183,8 +198,8 @@ def test_one_process_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 MIB = 2**20
 
 
-def plan_of(**changes: Any) -> dict[str, Any]:
-    """A plan of round figures."""
+def make_estimate(**changes: Any) -> dict[str, Any]:
+    """Return an estimate with round numbers."""
     parts = {"program": 300, "weights": 20, "gradients": 19, "moments": 40, "average": 0}
     parts |= {
         "images": 7,
@@ -232,14 +247,14 @@ def plan_of(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_the_page() -> None:
+def test_text_matches_the_golden_file() -> None:
     golden = Path(__file__).with_name("plan.txt").read_text(encoding="utf-8")
-    assert format_run_estimate(plan_of()) + "\n" == golden
+    assert format_run_estimate(make_estimate()) + "\n" == golden
 
 
-def test_the_page_of_features_and_that_without_options() -> None:
-    time = {**plan_of()["time"], "features_seconds": 240.0}
-    page = format_run_estimate(plan_of(time=time, options=[]))
+def test_text_with_cached_features_and_without_options() -> None:
+    time = {**make_estimate()["time"], "features_seconds": 240.0}
+    page = format_run_estimate(make_estimate(time=time, options=[]))
     assert "4 min 0 s  once; then they are kept" in page
     assert page.endswith("only the classifier is trained, so no other settings were tried")
-    assert format_run_estimate(plan_of(options=[])).endswith("takes less memory or time")
+    assert format_run_estimate(make_estimate(options=[])).endswith("takes less memory or time")

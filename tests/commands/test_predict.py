@@ -1,4 +1,4 @@
-"""Prediction: the pixels and logits of evaluation, for any list of files, however named."""
+"""Prediction: the same pixels and logits as evaluation, for any list of files and any names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder in timm's hub format, with a head that tells images apart."""
+    """A model folder in timm's hub format, with a random head that separates images."""
     torch.manual_seed(3)
     network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=3, **SIZES)
     torch.nn.init.normal_(network.get_classifier().weight, std=2.0)  # type: ignore[operator]
@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def paint(path: str | Path, seed: int = 0, size: tuple[int, int] = (30, 40)) -> Path:
+def write_image(path: str | Path, seed: int = 0, size: tuple[int, int] = (30, 40)) -> Path:
     pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, format="PNG")
@@ -76,20 +76,20 @@ def paint(path: str | Path, seed: int = 0, size: tuple[int, int] = (30, 40)) -> 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Five images of different sizes in two folders, a text, and two that cannot be read."""
+    """Five images of different sizes in two folders, a text file, and two unreadable files."""
     folder = tmp_path / "photos"
     for number in range(3):
-        paint(folder / f"{number}.png", number, (20 + 7 * number, 33))
-    paint(folder / "below" / "deep" / "3.PNG", 3)
-    paint(folder / "below" / "4.png", 4)
+        write_image(folder / f"{number}.png", number, (20 + 7 * number, 33))
+    write_image(folder / "below" / "deep" / "3.PNG", 3)
+    write_image(folder / "below" / "4.png", 4)
     (folder / "notes.txt").write_text("no image")
     (folder / "5-empty.jpg").touch()
     (folder / "6-page.png").write_text("<html>moved</html>")
     return folder
 
 
-def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) -> None:
-    """The same files through `Loader`, as `eval` reads them, and through the classifier."""
+def test_predictions_match_evaluation(model: Path, image_folder: Path) -> None:
+    """Reads the same files through `ImageLoader`, as `eval` does, and through the classifier."""
     classifier = Classifier.load(model, device="cpu")
     split = open_source(f"folder:{image_folder}").splits["test"]
     store = build_pixel_store(
@@ -110,36 +110,38 @@ def test_predictions_are_those_of_evaluation(model: Path, image_folder: Path) ->
     rows = classifier.predict(image_folder / "test", top_k=3, batch_size=5)
     assert len(rows) == 12
     for row in rows:
-        found = {one["index"]: one["confidence"] for one in row["predictions"]}
-        # other batch sizes sum in another order: a few float32 roundings of logits of about 10
-        assert [found[i] for i in range(3)] == pytest.approx(
+        confidences = {
+            prediction["index"]: prediction["confidence"] for prediction in row["predictions"]
+        }
+        # other batch sizes sum in another order: float32 rounding of logits of about 10
+        assert [confidences[i] for i in range(3)] == pytest.approx(
             files[Path(row["path"]).name], abs=1e-5
         )
 
 
-def test_the_network_sees_the_pixels_of_evaluation(model: Path, tmp_path: Path) -> None:
-    """Odd files: turned by EXIF, transparent, 16-bit grey, palette; all as the decoder gives."""
-    turned = Image.new("RGB", (50, 30), (200, 10, 10))
-    exif = turned.getexif()
+def test_unusual_files_are_decoded_as_in_evaluation(model: Path, tmp_path: Path) -> None:
+    """Covers EXIF rotation, transparency and 16-bit gray."""
+    rotated = Image.new("RGB", (50, 30), (200, 10, 10))
+    exif = rotated.getexif()
     exif[0x0112] = 6
-    turned.save(tmp_path / "turned.jpg", exif=exif)
+    rotated.save(tmp_path / "turned.jpg", exif=exif)
     Image.new("RGBA", (30, 30), (0, 0, 255, 0)).save(tmp_path / "clear.png")
     Image.fromarray(np.full((30, 30), 40_000, np.uint16)).save(tmp_path / "deep.png")
     classifier = Classifier.load(model, device="cpu")
-    seen: list[torch.Tensor] = []
-    classifier.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs_seen: list[torch.Tensor] = []
+    classifier.network.register_forward_pre_hook(lambda _, inputs: inputs_seen.append(inputs[0]))
     rows = classifier.predict(tmp_path)
-    (images,) = seen
+    (images,) = inputs_seen
     assert [Path(row["path"]).name for row in rows] == ["clear.png", "deep.png", "turned.jpg"]
     assert images.shape == (3, 3, 24, 24)
     white = (1 - torch.tensor(MEAN)) / torch.tensor(STD)
     torch.testing.assert_close(images[0], white.view(3, 1, 1).expand(3, 24, 24))
-    grey = round(40_000 * 255 / 65_535) / 255
-    scaled = (grey - torch.tensor(MEAN)) / torch.tensor(STD)
+    gray = round(40_000 * 255 / 65_535) / 255
+    scaled = (gray - torch.tensor(MEAN)) / torch.tensor(STD)
     torch.testing.assert_close(images[1], scaled.view(3, 1, 1).expand(3, 24, 24))
 
 
-def test_rows_are_sorted_complete_and_the_same_for_any_batch(model: Path, photos: Path) -> None:
+def test_rows_are_sorted_and_do_not_depend_on_the_batch_size(model: Path, photos: Path) -> None:
     classifier = Classifier.load(model, device="cpu")
     rows = classifier.predict(photos, top_k=2)
     names = [os.path.relpath(row["path"], photos) for row in rows]
@@ -150,18 +152,20 @@ def test_rows_are_sorted_complete_and_the_same_for_any_batch(model: Path, photos
     batches = {1: [1] * 5, 2: [1, 1, 1, 2], 3: [1, 1, 3], 100: [5], None: [5]}
     for batch_size, expected_sizes in batches.items():
         sizes.clear()
-        again = classifier.predict([photos], top_k=2, batch_size=batch_size)
+        other_rows = classifier.predict([photos], top_k=2, batch_size=batch_size)
         assert sorted(sizes) == expected_sizes
-        assert [row["path"] for row in again] == [row["path"] for row in rows]
-        for one, other in zip(again, rows, strict=True):
-            assert one.keys() == other.keys()
-            for a, b in zip(one.get("predictions", []), other.get("predictions", []), strict=True):
+        assert [row["path"] for row in other_rows] == [row["path"] for row in rows]
+        for other_row, expected_row in zip(other_rows, rows, strict=True):
+            assert other_row.keys() == expected_row.keys()
+            for a, b in zip(
+                other_row.get("predictions", []), expected_row.get("predictions", []), strict=True
+            ):
                 assert a["label"] == b["label"]
                 assert a["confidence"] == pytest.approx(b["confidence"], abs=1e-5)
-    good = [row for row in rows if "error" not in row]
-    assert len(good) == 5
-    assert len({row["predictions"][0]["confidence"] for row in good}) == 5
-    for row in good:
+    readable = [row for row in rows if "error" not in row]
+    assert len(readable) == 5
+    assert len({row["predictions"][0]["confidence"] for row in readable}) == 5
+    for row in readable:
         first, second = row["predictions"]
         assert first["label"] == NAMES[first["index"]]
         assert 1 > first["confidence"] > second["confidence"] > 0
@@ -171,13 +175,13 @@ def test_rows_are_sorted_complete_and_the_same_for_any_batch(model: Path, photos
     assert errors["6-page.png"].startswith("an HTML page")
 
 
-def test_top_k_is_cut_to_the_classes_and_sums_to_one(model: Path, photos: Path) -> None:
+def test_top_k_is_limited_to_the_number_of_classes(model: Path, photos: Path) -> None:
     (row,) = Classifier.load(model, device="cpu").predict(str(photos / "0.png"), top_k=50)
     assert sorted(one["index"] for one in row["predictions"]) == [0, 1, 2]
     assert sum(one["confidence"] for one in row["predictions"]) == pytest.approx(1, abs=1e-12)
 
 
-def test_equal_classes_come_by_index(model: Path, photos: Path) -> None:
+def test_ties_are_sorted_by_class_index(model: Path, photos: Path) -> None:
     classifier = Classifier.load(model, device="cpu")
     torch.nn.init.zeros_(classifier.network.get_classifier().weight)  # type: ignore[operator]
     torch.nn.init.zeros_(classifier.network.get_classifier().bias)  # type: ignore[operator]
@@ -185,7 +189,7 @@ def test_equal_classes_come_by_index(model: Path, photos: Path) -> None:
     assert [one["index"] for one in row["predictions"]] == [0, 1, 2]
 
 
-def test_pictures_in_memory_are_classified_as_their_files(model: Path, photos: Path) -> None:
+def test_pil_images_are_classified_like_their_files(model: Path, photos: Path) -> None:
     classifier = Classifier.load(model, device="cpu")
     files = [photos / f"{number}.png" for number in range(2)]
     expected = [row["predictions"] for row in classifier.predict(files)]
@@ -197,17 +201,17 @@ def test_pictures_in_memory_are_classified_as_their_files(model: Path, photos: P
     assert broken == {"path": None}
 
 
-def test_a_missing_file_is_a_row_and_not_the_end(model: Path, photos: Path) -> None:
+def test_missing_file_gives_an_error_row(model: Path, photos: Path) -> None:
     rows = Classifier.load(model, device="cpu").predict(["gone.png", photos / "0.png", "no*.png"])
     assert ["error" in row for row in rows] == [True, False, True]
     assert rows[0]["error"] == "no such file"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
-def test_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -> None:
+def test_file_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -> None:
     raw = os.fsencode(tmp_path / "in") + b"/caf\xe9.png"
     os.mkdir(tmp_path / "in")
-    os.rename(paint(tmp_path / "plain.png"), raw)
+    os.rename(write_image(tmp_path / "plain.png"), raw)
     for suffix in ("csv", "jsonl"):
         out = tmp_path / f"rows.{suffix}"
         rows = predict(str(model), [str(tmp_path / "in")], out=out)
@@ -219,18 +223,18 @@ def test_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -
     format_predictions(rows).encode("utf-8")
 
 
-def test_a_list_on_standard_input(
+def test_file_list_on_standard_input(
     model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [f"{photos}/1.png", f"{photos}/0.png"]
-    for text in ("\n".join(given) + "\n", "\r\n".join(given), "\0".join(given) + "\0"):
+    paths = [f"{photos}/1.png", f"{photos}/0.png"]
+    for text in ("\n".join(paths) + "\n", "\r\n".join(paths), "\0".join(paths) + "\0"):
         stdin = SimpleNamespace(buffer=io.BytesIO(text.encode()))
         monkeypatch.setattr(sys, "stdin", stdin)
         rows = predict(str(model), ["-", f"{photos}/2.png"])
-        assert [row["path"] for row in rows] == [*given, f"{photos}/2.png"]
+        assert [row["path"] for row in rows] == [*paths, f"{photos}/2.png"]
 
 
-def test_a_run_directory_is_read_with_its_own_evaluation(
+def test_run_directory_uses_its_own_eval_transform(
     model: Path, photos: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -245,15 +249,15 @@ def test_a_run_directory_is_read_with_its_own_evaluation(
     loaded = Classifier.load(run, device="cpu")
     assert loaded.pipeline.transform_spec == "resize((24, 24))"
     photo = photos / "large.jpg"
-    paint(photo, size=(100, 130))
+    write_image(photo, size=(100, 130))
     Image.open(photo).save(photo, "JPEG")
     small_HWC = decode_image(photo, decode_size=24)
     assert small_HWC.shape == (25, 33, 3)
-    seen_B3hw = loaded.pipeline([torch.from_numpy(small_HWC).permute(2, 0, 1)])
+    input_B3hw = loaded.pipeline([torch.from_numpy(small_HWC).permute(2, 0, 1)])
     (row,) = loaded.predict(photo, top_k=1)
-    expected = loaded.logits(seen_B3hw).softmax(1).max()
+    expected = loaded.logits(input_B3hw).softmax(1).max()
     assert row["predictions"][0]["confidence"] == pytest.approx(float(expected), abs=1e-6)
-    # the weights' crop_pct of 0.75: 24 px of 32
+    # the weights' crop_pct is 0.75: 24 of 32 px
     assert Classifier.load(model, device="cpu").pipeline.transform_spec == (
         "resize(32) | center_crop((24, 24))"
     )
@@ -267,19 +271,21 @@ def with_temperature(model: Path, folder: Path, temperature: float) -> Path:
     return folder
 
 
-def test_calibrated_confidences_are_those_of_scaled_logits(
+def test_calibrated_confidences_use_the_temperature(
     model: Path, photos: Path, tmp_path: Path
 ) -> None:
-    warm = with_temperature(model, tmp_path / "warm", 2.5)
+    calibrated_model = with_temperature(model, tmp_path / "warm", 2.5)
     image = photos / "0.png"
     confidences = {}
     for calibrated in (False, True):
-        classifier = Classifier.load(warm, device="cpu", calibrated=calibrated)
-        prepared = classifier.pipeline([torch.from_numpy(decode_image(image)).permute(2, 0, 1)])
-        logits = classifier.logits(prepared)
+        classifier = Classifier.load(calibrated_model, device="cpu", calibrated=calibrated)
+        inputs = classifier.pipeline([torch.from_numpy(decode_image(image)).permute(2, 0, 1)])
+        logits = classifier.logits(inputs)
         assert logits.dtype == torch.float32
         with torch.inference_mode():
-            assert torch.equal(logits, classifier.network(prepared)), "raw, whatever is asked"
+            assert torch.equal(logits, classifier.network(inputs)), (
+                "logits() ignores the temperature"
+            )
         scaled = logits.double() / (2.5 if calibrated else 1)
         (row,) = classifier.predict(image)
         confidences[calibrated] = [one["confidence"] for one in row["predictions"]]
@@ -288,33 +294,33 @@ def test_calibrated_confidences_are_those_of_scaled_logits(
     assert confidences[False][0] > confidences[True][0] + 0.01
 
 
-def test_a_model_without_temperature_cannot_be_calibrated(model: Path) -> None:
+def test_calibrated_without_temperature_is_refused(model: Path) -> None:
     with refused("weights.no_temperature", f"finetune eval {model} --fit-temperature"):
         Classifier.load(model, calibrated=True)
 
 
-def test_rows_come_while_later_files_are_unread(
+def test_rows_are_returned_before_later_files_are_decoded(
     model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:
-    """100,000 files must not be held: the first batch is out before the rest is decoded."""
+    """Predictions are streamed: the first batch is returned before the rest is decoded."""
     opened: list[str] = []
 
-    def counting(path: str, **how: Any) -> np.ndarray:
+    def counting_decode(path: str, **kwargs: Any) -> np.ndarray:
         opened.append(path)
-        return decode_image(path, **how)
+        return decode_image(path, **kwargs)
 
-    monkeypatch.setattr("finetune.inference.decode_image", counting)
-    found = [(str(photos / "0.png"), None)] * 100
-    rows = Classifier.load(model, device="cpu").iter_predictions(found, batch_size=4)
+    monkeypatch.setattr("finetune.inference.decode_image", counting_decode)
+    paths = [(str(photos / "0.png"), None)] * 100
+    rows = Classifier.load(model, device="cpu").iter_predictions(paths, batch_size=4)
     assert "predictions" in next(rows)
-    assert 4 <= len(opened) <= 3 * 4  # a batch for each core, and the one that is out
+    assert 4 <= len(opened) <= 3 * 4  # one batch per core, plus the returned one
     assert len(list(rows)) == 99
     assert len(opened) == 100
 
 
 @pytest.fixture
 def two_cores() -> Iterator[None]:
-    """As many threads as on a computer of two cores."""
+    """Use two threads, as on a machine with two cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -326,58 +332,59 @@ def one_core(two_cores: None) -> None:
     torch.set_num_threads(1)
 
 
-class Met(torch.nn.Module):
-    """A network that answers once a second batch is under way, too."""
+class WaitForSecondBatch(torch.nn.Module):
+    """A model whose forward pass waits until a second batch is in progress."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.both = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=20)
         self.threads: list[int] = []
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         self.threads.append(torch.get_num_threads())
-        self.both.wait()
+        self.barrier.wait()
         return images_BCHW.mean((2, 3))
 
 
-def test_each_core_computes_a_batch_of_its_own(model: Path, photos: Path, two_cores: None) -> None:
+def test_each_core_computes_its_own_batch(model: Path, photos: Path, two_cores: None) -> None:
     pipeline = Classifier.load(model, device="cpu").pipeline
-    classifier = Classifier(Met(), pipeline, NAMES, device="cpu")
-    found = [(str(photos / f"{number}.png"), None) for number in (0, 1, 2, 0)]
-    rows = list(classifier.iter_predictions(found, batch_size=1))
-    assert [row["path"] for row in rows] == [path for path, _ in found]
+    classifier = Classifier(WaitForSecondBatch(), pipeline, NAMES, device="cpu")
+    paths = [(str(photos / f"{number}.png"), None) for number in (0, 1, 2, 0)]
+    rows = list(classifier.iter_predictions(paths, batch_size=1))
+    assert [row["path"] for row in rows] == [path for path, _ in paths]
     assert rows[0]["predictions"] == rows[3]["predictions"] != rows[1]["predictions"]
     assert classifier.network.threads == [1] * 4
     assert torch.get_num_threads() == 2
 
 
-def test_a_batch_goes_through_the_pipeline_at_once(
+def test_gpu_preprocesses_a_batch_together(
     model: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, that is; a CPU takes one image after another, which is as fast."""
+    """On a GPU; a CPU preprocesses one image at a time, which is as fast."""
     classifier, sizes = Classifier.load(model, device="cpu"), []
     pipeline = classifier.pipeline
     classifier.pipeline = lambda images, **k: sizes.append(len(images)) or pipeline(images, **k)
     classifier.pipeline.decode_size = None
-    alone = classifier.predict(photos)
+    one_by_one = classifier.predict(photos)
     assert sizes == [1] * 5
     sizes.clear()
     monkeypatch.delitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu")
-    together = classifier.predict(photos)
+    in_one_batch = classifier.predict(photos)
     assert sizes == [5]
-    monkeypatch.setattr(inference, "_DEFAULT_PREPROCESS_BYTES", 3960)  # of about 3,000 each
+    # an image takes about 3,000 bytes
+    monkeypatch.setattr(inference, "_DEFAULT_PREPROCESS_BYTES", 3960)
     sizes.clear()
     classifier.predict(photos)
     assert sizes == [2, 2, 1]
-    for one, other in zip(alone, together, strict=True):
-        for a, b in zip(one.get("predictions", []), other.get("predictions", []), strict=True):
+    for row, batch_row in zip(one_by_one, in_one_batch, strict=True):
+        for a, b in zip(row.get("predictions", []), batch_row.get("predictions", []), strict=True):
             assert a["label"] == b["label"]
-            # sums of a resampling in another order
+            # resizing sums in another order
             assert a["confidence"] == pytest.approx(b["confidence"], abs=1e-5)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_an_image_that_the_pipeline_refuses_is_a_row(
+def test_image_that_the_transform_refuses_gives_an_error_row(
     grouped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu", 2**20 if grouped else 1)
@@ -385,44 +392,46 @@ def test_an_image_that_the_pipeline_refuses_is_a_row(
     network = Classifier.load(model, device="cpu").network
     classifier = Classifier(network, Pipeline("normalise", train=False, **sizes), NAMES)
     for number, side in enumerate((24, 30, 24)):
-        paint(tmp_path / f"{number}.png", number, (side, side))
+        write_image(tmp_path / f"{number}.png", number, (side, side))
     rows = classifier.predict(tmp_path)
     assert ["error" in row for row in rows] == [False, True, False]
     assert "30" in rows[1]["error"]
     assert rows[0]["predictions"] != rows[2]["predictions"]
 
 
-def test_who_stops_waits_for_no_batch(model: Path, photos: Path, one_core: None) -> None:
-    """A batch of a large network takes a CPU minutes; an interrupt ends it between two layers."""
-    begun, later = threading.Event(), []
+def test_closing_the_iterator_stops_a_running_batch(
+    model: Path, photos: Path, one_core: None
+) -> None:
+    """A batch of a large model can take minutes on a CPU; closing stops it between two layers."""
+    started, last_layer_batches = threading.Event(), []
 
-    class Long(torch.nn.Module):
+    class SlowLayer(torch.nn.Module):
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-            if begun.is_set():
+            if started.is_set():
                 assert inference._WORKER.stop.wait(20)
-            begun.set()
+            started.set()
             return images_BCHW
 
-    class Last(torch.nn.Module):
+    class LastLayer(torch.nn.Module):
         def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-            later.append(len(images_BCHW))
+            last_layer_batches.append(len(images_BCHW))
             return images_BCHW.mean((2, 3))
 
-    network = torch.nn.Sequential(Long(), Last())
+    network = torch.nn.Sequential(SlowLayer(), LastLayer())
     pipeline = Classifier.load(model, device="cpu").pipeline
     classifier = Classifier(network, pipeline, NAMES, device="cpu")
     rows = classifier.iter_predictions([(str(photos / "0.png"), None)] * 50, batch_size=2)
     assert "predictions" in next(rows)
     rows.close()
-    assert later == [2]
+    assert last_layer_batches == [2]
     assert not any(module._forward_pre_hooks for module in network.modules())
 
 
-def test_a_failure_leaves_the_old_results(model: Path, photos: Path, tmp_path: Path) -> None:
+def test_failed_prediction_keeps_the_old_files(model: Path, photos: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     tensors = load_file(broken / "model.safetensors")
-    # finite weights, outputs that are not
+    # finite weights whose outputs are not finite
     save_file(
         {k: torch.full_like(v, 3e38) for k, v in tensors.items()}, broken / "model.safetensors"
     )
@@ -434,7 +443,9 @@ def test_a_failure_leaves_the_old_results(model: Path, photos: Path, tmp_path: P
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_sheet_is_drawn_beside_the_rows(model: Path, photos: Path, tmp_path: Path) -> None:
+def test_contact_sheet_is_written_in_addition_to_the_rows(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
     sheet = tmp_path / "sheet.PNG"
     rows = predict(str(model), [str(photos)], out=tmp_path / "rows.csv", sheet=sheet)
     assert len(rows) == 7
@@ -442,52 +453,54 @@ def test_a_sheet_is_drawn_beside_the_rows(model: Path, photos: Path, tmp_path: P
         image.load()
         assert image.format == "PNG"
         pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
-    # of the two that cannot be read
+    # the color of the two unreadable files
     assert (pixels == ImageColor.getrgb("#b42318")).all(axis=1).any()
     assert (tmp_path / "rows.csv").read_text("utf-8").count("\n") == 8
 
 
-def test_a_sheet_knows_the_classes_of_the_model(
+def test_contact_sheet_uses_the_models_class_names(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts: list[str] = []
-    own = ContactSheet._format_summary
+    summaries: list[str] = []
+    format_summary = ContactSheet._format_summary
     monkeypatch.setattr(
         ContactSheet,
         "_format_summary",
-        lambda sheet, remark: facts.append(own(sheet, remark)) or facts[-1],
+        lambda sheet, remark: summaries.append(format_summary(sheet, remark)) or summaries[-1],
     )
-    files = [paint(tmp_path / folder / f"{n}.png", n) for folder in ("blue", "x") for n in (0, 1)]
+    files = [
+        write_image(tmp_path / folder / f"{n}.png", n) for folder in ("blue", "x") for n in (0, 1)
+    ]
     rows = predict(str(model), list(map(str, files)), sheet=tmp_path / "sheet.png")
     correct = sum(row["predictions"][0]["label"] == "blue" for row in rows[:2])
-    assert f"{correct} of 2 match their folder" in facts[0]
+    assert f"{correct} of 2 match their folder" in summaries[0]
 
 
-def test_too_large_a_batch_says_what_to_do(model: Path, photos: Path) -> None:
-    def full(images: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room for it")
+def test_out_of_memory_suggests_batch_size(model: Path, photos: Path) -> None:
+    def raise_out_of_memory(images: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
 
     classifier = Classifier.load(model, device="cpu")
-    classifier.network.forward = full  # type: ignore[method-assign]
+    classifier.network.forward = raise_out_of_memory  # type: ignore[method-assign]
     with refused("setup.memory", "5 images", "--batch-size"):
         classifier.predict(photos)
 
 
 @pytest.mark.parametrize("option, suffix", [("out", ".csv or .jsonl"), ("sheet", ".png")])
-def test_an_output_that_cannot_be_is_refused_before_any_work(
+def test_invalid_output_path_is_refused_before_loading_the_model(
     option: str, suffix: str, tmp_path: Path
 ) -> None:
-    for wrong in ("rows.jpg", "rows", "csv", "png"):
+    for name in ("rows.jpg", "rows", "csv", "png"):
         with refused("recipe.wrong_value", f"--{option}", suffix):
-            predict("no such model", ["x"], **{option: wrong})
+            predict("no such model", ["x"], **{option: name})
     with refused("setup.not_writable", f"--{option}", "gone"):
         predict("no such model", ["x"], **{option: tmp_path / "gone" / f"x{suffix[:4]}"})
 
 
-@pytest.mark.parametrize("wrong", [{"top_k": 0}, {"batch_size": 0}])
-def test_counts_below_one_are_refused(model: Path, wrong: dict[str, Any]) -> None:
-    with refused("recipe.wrong_value", next(iter(wrong)), "got 0"):
-        Classifier.load(model, device="cpu").predict([], **wrong)
+@pytest.mark.parametrize("arguments", [{"top_k": 0}, {"batch_size": 0}])
+def test_counts_below_one_are_refused(model: Path, arguments: dict[str, Any]) -> None:
+    with refused("recipe.wrong_value", next(iter(arguments)), "got 0"):
+        Classifier.load(model, device="cpu").predict([], **arguments)
 
 
 def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files to predict, as the user names them; predictions as rows, files and tables."""
+"""Input files as the user names them; predictions as rows, files and text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from finetune.inference import PredictionRow
 NAMES = ["cat", "=dog", "fish"]
 
 
-def row(path: str, *confidences: float) -> PredictionRow:
+def prediction_row(path: str, *confidences: float) -> PredictionRow:
     return {
         "path": path,
         "predictions": [
@@ -42,45 +42,49 @@ def row(path: str, *confidences: float) -> PredictionRow:
     }
 
 
-ROWS = [row("a.png", 0.75, 0.25), {"path": "b.png", "error": "zero bytes"}, row("c.png", 1 / 3)]
+ROWS = [
+    prediction_row("a.png", 0.75, 0.25),
+    {"path": "b.png", "error": "zero bytes"},
+    prediction_row("c.png", 1 / 3),
+]
 
 
-def test_rows_give_back_what_was_put_in() -> None:
-    rows = PredictionTable(NAMES)
-    for one in ROWS:
-        rows.append(one)
-    assert len(rows) == 3
-    assert list(rows) == rows.tolist() == ROWS
-    assert rows == ROWS
-    assert [*ROWS] == rows, "from either side"
-    assert rows != ROWS[:2]
-    assert rows != [*ROWS[:2], ROWS[0]]
-    assert rows[-1] == ROWS[2]
-    assert rows[1:] == ROWS[1:]
+def test_prediction_table_behaves_like_a_list_of_rows() -> None:
+    table = PredictionTable(NAMES)
+    for row in ROWS:
+        table.append(row)
+    assert len(table) == 3
+    assert list(table) == table.tolist() == ROWS
+    assert table == ROWS
+    assert [*ROWS] == table, "equality works in both directions"
+    assert table != ROWS[:2]
+    assert table != [*ROWS[:2], ROWS[0]]
+    assert table[-1] == ROWS[2]
+    assert table[1:] == ROWS[1:]
     with pytest.raises(IndexError):
-        rows[3]
+        table[3]
 
 
-def test_a_row_takes_a_hundred_bytes_and_its_path() -> None:
-    rows, count = PredictionTable(NAMES), 20_000
+def test_prediction_table_takes_less_than_100_bytes_per_row() -> None:
+    table, count = PredictionTable(NAMES), 20_000
     paths = [f"folder/{number}.png" for number in range(count)]
     tracemalloc.start()
     for path in paths:
-        rows.append(row(path, 0.5, 0.3, 0.2))
-    kept, _ = tracemalloc.get_traced_memory()
+        table.append(prediction_row(path, 0.5, 0.3, 0.2))
+    kept_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # three of 12 bytes, one start of 8, one reference of 8, and room to grow
-    assert kept / count < 100
+    # three predictions of 12 bytes, an 8-byte offset, an 8-byte reference, and spare capacity
+    assert kept_bytes / count < 100
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_files_hold_the_rows(tmp_path: Path, suffix: str) -> None:
+def test_csv_and_jsonl_contain_the_rows(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"
     path.write_text("old")
     with open_prediction_writer(path, num_predictions=2) as write:
-        for one in ROWS:
-            write(one)
-            assert path.read_text() == "old", "a reader never sees a part"
+        for row in ROWS:
+            write(row)
+            assert path.read_text() == "old", "readers never see a partial file"
     if suffix == "jsonl":
         assert [json.loads(line) for line in path.read_text("ascii").splitlines()] == ROWS
     else:
@@ -94,24 +98,27 @@ def test_files_hold_the_rows(tmp_path: Path, suffix: str) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-# the second is said at a lower confidence than the first, which is not
-SEVERAL = [
-    {**row("a.png", 0.75, 0.25), "labels": row("", 0.75, 0.25)["predictions"][1:]},
+# class 1 is predicted although class 0, which is not, has a higher confidence
+MULTILABEL_ROWS = [
+    {
+        **prediction_row("a.png", 0.75, 0.25),
+        "labels": prediction_row("", 0.75, 0.25)["predictions"][1:],
+    },
     {"path": "b.png", "error": "zero bytes"},
-    {**row("c.png", 1 / 3), "labels": row("", 1 / 3, 0.25)["predictions"]},
-    {**row("d.png", 0.5), "labels": []},
+    {**prediction_row("c.png", 1 / 3), "labels": prediction_row("", 1 / 3, 0.25)["predictions"]},
+    {**prediction_row("d.png", 0.5), "labels": []},
 ]
 
 
-def test_several_labels_stand_beside_the_predictions(tmp_path: Path) -> None:
-    rows = PredictionTable(NAMES, is_multilabel=True)
+def test_multilabel_rows_contain_labels_and_predictions(tmp_path: Path) -> None:
+    table = PredictionTable(NAMES, is_multilabel=True)
     path = tmp_path / "rows.csv"
     with open_prediction_writer(path, num_predictions=1, is_multilabel=True) as write:
-        for one in SEVERAL:
-            rows.append(one)
-            write(one)
-    assert rows == SEVERAL
-    assert rows[1:3] == SEVERAL[1:3]
+        for row in MULTILABEL_ROWS:
+            table.append(row)
+            write(row)
+    assert table == MULTILABEL_ROWS
+    assert table[1:3] == MULTILABEL_ROWS[1:3]
     with path.open(encoding="utf-8", newline="") as file:
         assert [line[1:5] for line in csv.reader(file)] == [
             ["labels", "confidences", "label_1", "confidence_1"],
@@ -120,14 +127,14 @@ def test_several_labels_stand_beside_the_predictions(tmp_path: Path) -> None:
             ["cat|=dog", "0.333333|0.250000", "cat", "0.333333"],
             ["[]", "", "cat", "0.500000"],
         ]
-    assert format_predictions(rows).splitlines() == [
+    assert format_predictions(table).splitlines() == [
         "a.png  =dog 25.0 %  (cat 75.0 %)",
         "c.png  cat 33.3 %  =dog 25.0 %",
         "d.png  no label  (cat 50.0 %)",
     ]
 
 
-ODD = [
+UNUSUAL_NAMES = [
     *("two\nlines.png", "cr\rend.png", 'quote".png', "comma,.png", " space .png", "\t.png"),
     *(
         "=cmd.png",
@@ -143,11 +150,11 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_names_come_back_from_both_formats(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", UNUSUAL_NAMES)
+def test_unusual_names_survive_both_formats(tmp_path: Path, name: str) -> None:
     for suffix in ("csv", "jsonl"):
         with open_prediction_writer(tmp_path / f"rows.{suffix}", num_predictions=1) as write:
-            write(row(name, 1.0))
+            write(prediction_row(name, 1.0))
             write({"path": name, "error": f"{name}: bad"})
     lines = (tmp_path / "rows.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["path"] for line in lines] == [name, name]
@@ -160,7 +167,7 @@ def test_odd_names_come_back_from_both_formats(tmp_path: Path, name: str) -> Non
     assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) for cell in cells)
 
 
-def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+def test_error_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
 
@@ -175,7 +182,7 @@ def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
     path = tmp_path / "rows.jsonl"
@@ -191,7 +198,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_the_systems_refusal_names_the_option(tmp_path: Path) -> None:
+def test_os_error_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "taken.png").mkdir()
 
     def replace() -> None:
@@ -203,7 +210,7 @@ def test_the_systems_refusal_names_the_option(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["taken.png"]
 
 
-def test_a_target_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_file_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         check_output_file(tmp_path / "X.CSV", option="--out", suffixes=PREDICTION_SUFFIXES)
         == tmp_path / "X.CSV"
@@ -216,11 +223,13 @@ def test_a_target_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     with refused("setup.not_writable", "x.csv"):
         check_output_file(tmp_path / "x.csv", option="--out", suffixes=PREDICTION_SUFFIXES)
     monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
-    with refused("setup.not_writable", "--out", "y.csv"):  # to a superuser nothing is read-only
+    with refused(
+        "setup.not_writable", "--out", "y.csv"
+    ):  # patched because a superuser can write anywhere
         check_output_file(tmp_path / "y.csv", option="--out", suffixes=PREDICTION_SUFFIXES)
 
 
-def test_unreadable_names_the_files_and_counts_the_rest() -> None:
+def test_unreadable_files_error_lists_20_files_and_counts_the_rest() -> None:
     assert unreadable_files_error([{"path": "a.png", "predictions": []}]) is None
     rows = [{"path": f"{n}\x1b[2J.png", "error": "zero bytes"} for n in range(25)]
     error = unreadable_files_error([*rows, {"path": "good.png", "predictions": []}])
@@ -233,11 +242,11 @@ def test_unreadable_names_the_files_and_counts_the_rest() -> None:
     assert len(lines) == 22
 
 
-def test_describe() -> None:
-    one = [{"label": "cat\x07", "index": 1, "confidence": 0.987}]
+def test_format_predictions() -> None:
+    predictions = [{"label": "cat\x07", "index": 1, "confidence": 0.987}]
     rows: list[dict[str, Any]] = [
-        {"path": "a.png", "predictions": one},
-        {"path": "longer.png", "predictions": one},
+        {"path": "a.png", "predictions": predictions},
+        {"path": "longer.png", "predictions": predictions},
         {"path": "b.png", "error": "zero bytes"},
     ]
     assert format_predictions(rows).splitlines() == [
@@ -256,43 +265,45 @@ def test_describe() -> None:
     assert format_predictions([]) == ""
 
 
-def test_one_line_obeys_no_name() -> None:
+def test_escape_to_one_line_escapes_control_characters() -> None:
     assert escape_to_one_line("a\x1b[2J\n\u202e\udce9 é") == r"a\x1b[2J\n\u202e\udce9 é"
 
 
-# Names of files: nothing is opened.
+# File names: no file is opened.
 
 
-def give(monkeypatch: pytest.MonkeyPatch, listed: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(listed)))
+def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
 
 
-def test_files_folders_patterns_and_what_is_not_there(tmp_path: Path) -> None:
+def test_find_images_in_files_folders_and_patterns(tmp_path: Path) -> None:
     for name in ("b.png", "a.png", "star[1].png", "sub/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "bare").mkdir()
-    here = str(tmp_path)
+    root = str(tmp_path)
 
-    def names(*paths: str) -> list[str]:
-        found = find_images(f"{here}/{path}" for path in paths)
+    def relative_names(*paths: str) -> list[str]:
+        found = find_images(f"{root}/{path}" for path in paths)
         assert all(error is None for _, error in found)
-        return [os.path.relpath(path, here) for path, _ in found]
+        return [os.path.relpath(path, root) for path, _ in found]
 
-    assert names("b.png", "a.png", "b.png") == ["b.png", "a.png", "b.png"]
-    assert names("[ab].png") == ["a.png", "b.png"]
-    assert names("**/c.png") == ["sub/c.png"]
-    assert names("star[1].png") == ["star[1].png"], "an existing name is no pattern"
-    assert names("sub") == ["sub/c.png"]
-    assert find_images([f"{here}/none-*.png"]) == [
-        (f"{here}/none-*.png", "no file matches this pattern")
+    assert relative_names("b.png", "a.png", "b.png") == ["b.png", "a.png", "b.png"]
+    assert relative_names("[ab].png") == ["a.png", "b.png"]
+    assert relative_names("**/c.png") == ["sub/c.png"]
+    assert relative_names("star[1].png") == ["star[1].png"], (
+        "the name of an existing file is not a pattern"
+    )
+    assert relative_names("sub") == ["sub/c.png"]
+    assert find_images([f"{root}/none-*.png"]) == [
+        (f"{root}/none-*.png", "no file matches this pattern")
     ]
-    assert find_images([tmp_path / "bare"]) == [(f"{here}/bare", "a folder without images")]
-    assert find_images([f"{here}/gone.png"]) == [(f"{here}/gone.png", None)]
+    assert find_images([tmp_path / "bare"]) == [(f"{root}/bare", "a folder without images")]
+    assert find_images([f"{root}/gone.png"]) == [(f"{root}/gone.png", None)]
     assert find_images([]) == []
 
 
-def test_files_of_a_folder_that_are_no_images_are_named(
+def test_files_of_other_kinds_in_a_folder_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a.png", "b.HEIC"):
@@ -301,40 +312,46 @@ def test_files_of_a_folder_that_are_no_images_are_named(
     assert caplog.messages == [f"{tmp_path}: ignored 1 file of other kinds: b.HEIC"]
 
 
-def test_a_list_on_standard_input_stands_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    give(monkeypatch, b"b.png\r\n\na b.png\n")
+def test_list_on_standard_input_keeps_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_stdin(monkeypatch, b"b.png\r\n\na b.png\n")
     assert [path for path, _ in list_cli_images(["a.png", "-", "c.png"])] == [
         *("a.png", "b.png", "a b.png", "c.png")
     ]
 
 
-def test_between_zero_bytes_a_name_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nul_separated_names_may_contain_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [b"two\nlines.png", b" spaces ", b"caf\xe9.png", b"-", b"end\n", b"\r"]
-    give(monkeypatch, b"\0".join(names) + b"\0")
+    set_stdin(monkeypatch, b"\0".join(names) + b"\0")
     assert [os.fsencode(path) for path, _ in list_cli_images(["-"])] == names
 
 
-def test_a_listed_name_is_no_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_on_standard_input_are_not_patterns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "a1.png").touch()
     pattern = f"{tmp_path}/a[1].png"
     assert find_images([pattern]) == [(f"{tmp_path}/a1.png", None)]
-    give(monkeypatch, os.fsencode(pattern))
+    set_stdin(monkeypatch, os.fsencode(pattern))
     assert list_cli_images(["-"]) == [(pattern, None)]
 
 
-def test_listed_folders_are_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folders_on_standard_input_are_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "a.png").touch()
-    give(monkeypatch, os.fsencode(tmp_path))
+    set_stdin(monkeypatch, os.fsencode(tmp_path))
     assert list_cli_images(["-"]) == [(f"{tmp_path}/a.png", None)]
 
 
-@pytest.mark.parametrize("given", [b"", b"\n\r\n", b"\0"])
-def test_an_empty_list_says_so(given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    give(monkeypatch, given)
+@pytest.mark.parametrize("content", [b"", b"\n\r\n", b"\0"])
+def test_empty_list_on_standard_input_is_refused(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_stdin(monkeypatch, content)
     with refused("data.empty", "-: "):
         list_cli_images(["-"])
 
 
-def test_standard_input_is_read_once() -> None:
+def test_standard_input_may_be_named_once() -> None:
     with refused("recipe.conflict", "-: "):
         list_cli_images(["-", "a.png", "-"])

@@ -1,4 +1,4 @@
-"""The verb: protocol and figures, the run's own pixels, clear refusals, alike on two processes."""
+"""`finetune probe`: protocol and accuracies, the run's own pixels, refusals, two processes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ RECIPE = tiny_recipe_text(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a network of random weights for 8 px."""
+    """A model folder with random weights, for 8 px images."""
     torch.manual_seed(0)
-    made = build_model(
+    built = build_model(
         "vit_tiny_patch16_224", num_classes=2, pretrained=False, image_size=8, args=ARGS
     )
-    return save_network(tmp_path_factory.mktemp("probe") / "model", made, ["a", "b"])
+    return save_network(tmp_path_factory.mktemp("probe") / "model", built, ["a", "b"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.undo()
 
 
-def without_times(result: dict[str, Any]) -> dict[str, Any]:
+def without_timings(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in ("features", "machine")}
 
 
@@ -68,18 +68,18 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_probe, "_MIN_SGD_STEPS", FEW_STEPS)
 
 
-def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {
+def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
         "data": "embedded:digits",
         "linear": True,
         "knn": 20,
         "linear_sgd": True,
     }
-    result = probe_model(model, **asked, out=tmp_path / "new" / "folder")
+    result = probe_model(model, **arguments, out=tmp_path / "new" / "folder")
     assert list(result["shots"]) == [1, 5, 10, 25]
     assert [len(row["seeds"]) for row in result["shots"].values()] == [3, 3, 3, 3]
-    figures = [row["accuracy"] for row in result["shots"].values()]
-    assert 0.1 < figures[0] < figures[-1] < result["linear"]["accuracy"] < 1
+    accuracies = [row["accuracy"] for row in result["shots"].values()]
+    assert 0.1 < accuracies[0] < accuracies[-1] < result["linear"]["accuracy"] < 1
     assert result["protocol"] | {"weights": "", "eval": ""} == {
         "features": "pre-logits",
         "width": 24,
@@ -98,23 +98,23 @@ def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
         *("accuracy", "features", "lr", "grid", "at_edge", "chosen_on"),
         "val_images",
     ]
-    inputs = ["1 class token", "1 class token, patches"]  # the network has one block
+    inputs = ["1 class token", "1 class token, patches"]  # the model has one block
     assert [row["features"] for row in sgd["grid"]] == [name for name in inputs for _ in range(13)]
     assert 0.5 < sgd["accuracy"] < 1
     assert (sgd["chosen_on"], sgd["val_images"]) == ("10% of train", 145)
-    plain = probe_model(model, data="embedded:digits", shots=[1, 5])
-    for count, row in plain["shots"].items():  # from pre-logits that were computed otherwise
-        assert result["shots"][count]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
-    assert plain["linear_sgd"] is None
+    without_linear = probe_model(model, data="embedded:digits", shots=[1, 5])
+    for num_shots, row in without_linear["shots"].items():  # pre-logits computed in another way
+        assert result["shots"][num_shots]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
+    assert without_linear["linear_sgd"] is None
     assert result["knn"]["k"] == 20
     assert result["knn"]["plain"] > 0.5
-    written = json.loads((tmp_path / "new" / "folder" / "probe.json").read_text())
-    assert written == json.loads(json.dumps(result))
+    saved = json.loads((tmp_path / "new" / "folder" / "probe.json").read_text())
+    assert saved == json.loads(json.dumps(result))
 
-    again = probe_model(model, **asked)
-    assert without_times(again) == without_times(result)
-    assert [one["cached"] for one in again["features"].values()] == [True, True]
-    text = format_probe(again)
+    cached_result = probe_model(model, **arguments)
+    assert without_timings(cached_result) == without_timings(result)
+    assert [split["cached"] for split in cached_result["features"].values()] == [True, True]
+    text = format_probe(cached_result)
     for row in result["shots"].values():
         assert f"{row['accuracy']:.4f}  {row['std']:.4f}" in text
     assert f"{result['linear']['accuracy']:.4f}" in text
@@ -123,52 +123,54 @@ def test_the_whole_answer_and_its_file(model: str, tmp_path: Path) -> None:
     assert "train from the cache" in text
 
 
-def test_the_figures_are_those_of_timm_and_a_few_lines(model: str) -> None:
-    """Nothing here is the package's own but the source of the images and the solver."""
-    network = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
-    config = network.pretrained_cfg
+def test_few_shot_accuracies_match_features_from_timm(model: str) -> None:
+    """The expected values use timm; only the images and the solver come from this package."""
+    model_from_timm = timm.create_model(f"local-dir:{model}", pretrained=True).eval()
+    config = model_from_timm.pretrained_cfg
     mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
-    found = {}
+    features = {}
     for name, split in open_source("embedded:digits").splits.items():
-        pixels = torch.from_numpy(np.stack([split.decode(at) for at in range(len(split))]))
+        pixels = torch.from_numpy(np.stack([split.decode(index) for index in range(len(split))]))
         images_BCHW = (pixels.permute(0, 3, 1, 2) / 255 - mean) / std
         with torch.no_grad():
-            tokens = network.forward_features(images_BCHW)
-        found[name] = (tokens[:, 0].numpy(), split.labels)
+            tokens = model_from_timm.forward_features(images_BCHW)
+        features[name] = (tokens[:, 0].numpy(), split.labels)
     expected = evaluate_few_shot(
-        found["train"], found["test"], num_classes=10, shots=[1, 5], num_seeds=2
+        features["train"], features["test"], num_classes=10, shots=[1, 5], num_seeds=2
     )
     result = probe_model(model, data="embedded:digits", shots=[1, 5], seeds=2)
-    assert result["protocol"]["train_images"] == len(found["train"][1])
-    assert 50 < result["features"]["train"]["images"] <= 100  # the shots alone are computed
-    assert result["protocol"]["eval"] == "resize(8) | center_crop((8, 8))"  # nothing at 8 px
-    for count, row in expected.items():
-        # a score that is all but a tie may fall to either side: two of 355 images
-        assert result["shots"][count]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
+    assert result["protocol"]["train_images"] == len(features["train"][1])
+    # only features of the shots are computed
+    assert 50 < result["features"]["train"]["images"] <= 100
+    # changes nothing at 8 px
+    assert result["protocol"]["eval"] == "resize(8) | center_crop((8, 8))"
+    for num_shots, row in expected.items():
+        # near ties may be decided differently: two of 355 images
+        assert result["shots"][num_shots]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
 
 
-def test_a_run_is_probed_on_its_own_data_and_pixels(tmp_path: Path, monkeypatch) -> None:
-    out, chosen = tmp_path / "run", []
-    trained = train(parse_recipe(RECIPE), out)
-    choose = probe.choose_kernels
+def test_run_is_probed_on_its_own_data_and_transform(tmp_path: Path, monkeypatch) -> None:
+    out, calls = tmp_path / "run", []
+    results = train(parse_recipe(RECIPE), out)
+    choose_kernels = probe.choose_kernels
     monkeypatch.setattr(
-        probe, "choose_kernels", lambda *given, **how: chosen.append(how) or choose(*given, **how)
+        probe,
+        "choose_kernels",
+        lambda *args, **kwargs: calls.append(kwargs) or choose_kernels(*args, **kwargs),
     )
     result = probe_model(str(out), shots=[2], seeds=1)
     assert result["data"] == "embedded:digits"
     assert result["protocol"]["eval"] == "resize(10) | center_crop"
     assert result["shots"][2]["std"] is None
-    assert [how["dtype"] for how in chosen] == [torch.float32]
+    assert [kwargs["dtype"] for kwargs in calls] == [torch.float32]
     assert "–" in format_probe(result)
     held_out = probe_model(str(out), split="val", shots=[2], seeds=1)
-    images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]
-    assert images[1] == trained["val"]["examples"]
-    assert sum(images) == result["protocol"]["train_images"]
+    num_images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]
+    assert num_images[1] == results["val"]["examples"]
+    assert sum(num_images) == result["protocol"]["train_images"]
 
 
-def test_the_sources_own_val_chooses_c_and_replaces_a_missing_test(
-    model: str, tmp_path: Path
-) -> None:
+def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_path: Path) -> None:
     counts = {f"{split}/{name}": 6 for split in ("train", "val", "test") for name in "ab"}
     source = write_image_folder(tmp_path / "set", counts)
     for number, image in enumerate(sorted((tmp_path / "set").rglob("*.png"))):
@@ -182,7 +184,7 @@ def test_the_sources_own_val_chooses_c_and_replaces_a_missing_test(
     assert (result["split"], result["linear"]["chosen_on"]) == ("val", "10% of train")
 
 
-def test_data_that_does_not_fit_is_refused_before_anything_is_computed(
+def test_unsuitable_data_is_refused_before_computing_features(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "load_or_compute_features", pytest.fail)
@@ -196,12 +198,14 @@ def test_data_that_does_not_fit_is_refused_before_anything_is_computed(
     test_only = write_image_folder(tmp_path / "two", {"test/cat": 3, "test/dog": 3})
     with refused("data.no_split", "train"):
         probe_model(model, data=test_only)
-    both = write_image_folder(tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1})
+    train_and_test = write_image_folder(
+        tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1}
+    )
     with refused("data.too_few_images", "5 shots", "1 of 3 classes", "'dog' has 3", "--shots"):
-        probe_model(model, data=both, shots=[1, 5])
+        probe_model(model, data=train_and_test, shots=[1, 5])
 
 
-def test_wrong_shots_are_refused(model: str) -> None:
+def test_invalid_shots_are_refused(model: str) -> None:
     for shots in ([], [0], [5, 5]):
         with refused("recipe.wrong_value", "--shots"):
             probe_model(model, data="embedded:digits", shots=shots)
@@ -211,28 +215,28 @@ def test_wrong_shots_are_refused(model: str) -> None:
             parse_shots(text)
 
 
-def of_one_rank(model: str, out: str) -> None:
+def probe_on_rank(model: str, out: str) -> None:
     linear_probe._MIN_SGD_STEPS = FEW_STEPS
     result = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5, out=out)
     assert bool(format_probe(result)) == (os.environ["RANK"] == "0")
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_figures_of_one(
+def test_two_processes_give_the_results_of_one(
     model: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = {"FINETUNE_CACHE": str(tmp_path / "cache")}
-    run_two_ranks(of_one_rank, model, str(tmp_path / "two"), environment=kept)
+    environment = {"FINETUNE_CACHE": str(tmp_path / "cache")}
+    run_two_ranks(probe_on_rank, model, str(tmp_path / "two"), environment=environment)
     two = json.loads((tmp_path / "two" / "probe.json").read_text())
     assert two["machine"]["num_processes"] == 2
-    assert not any(one["cached"] for one in two["features"].values())
+    assert not any(split["cached"] for split in two["features"].values())
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "another"))
-    one = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5)
-    assert without_times(json.loads(json.dumps(one))) == without_times(two)
+    single = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5)
+    assert without_timings(json.loads(json.dumps(single))) == without_timings(two)
     files = [
         {path.name for path in (tmp_path / folder / "features").iterdir()}
         for folder in ("cache", "another")
     ]
-    # the names carry the sha256 of the features: they are equal to the last bit
+    # file names contain the sha256 of the features, so they are bit-identical
     assert len(files[0]) == 2
     assert files[0] == files[1]

@@ -1,4 +1,4 @@
-"""The page beside the recipes: figures with seeds, machine and commit, claims, and hashes."""
+"""The results page of a plan: results with seeds, hardware and commit, claims, and hashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from finetune.commands.reproduce_plan import load_plan
 from finetune.errors import RecipeError
 from finetune.recipe.load import load_recipe
 
-BESIDE = (
+OTHER_PROGRAM = (
     "beside: [{program: another 1.0, command: another --lr 1, machine: A GPU, seeds: [0, 1], "
     "top1: [0.5, 0.52], seconds: [30, 32]}]"
 )
@@ -29,96 +29,101 @@ CLAIMS = "What the sources report"
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """The file of a plan whose runs are done."""
+def plan_path(tmp_path: Path) -> Path:
+    """The file of a plan with finished runs."""
     path = write_plan(tmp_path)
     write_plan_runs(tmp_path, path)
     return path
 
 
-def runs_of(path: Path) -> Path:
-    return path.parents[2] / "runs"
+def runs_folder(plan_path: Path) -> Path:
+    return plan_path.parents[2] / "runs"
 
 
-def page(path: Path, *left_out: str, notice: str | None = None) -> str:
-    plan = load_plan(path)
-    outcomes = load_entry_results(plan, runs_of(path))
-    kept = [one for one in outcomes if one.entry.name not in left_out]
-    return render_page(plan, path, kept, disclaimer=notice)
+def render(plan_path: Path, *excluded: str, disclaimer: str | None = None) -> str:
+    plan = load_plan(plan_path)
+    outcomes = load_entry_results(plan, runs_folder(plan_path))
+    included = [outcome for outcome in outcomes if outcome.entry.name not in excluded]
+    return render_page(plan, plan_path, included, disclaimer=disclaimer)
 
 
-def cells(text: str, title: str) -> list[list[str]]:
-    """The rows of a section's table, without its head."""
-    part = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    lines = [line for line in part.splitlines() if line.startswith("|")][2:]
+def table_rows(text: str, title: str) -> list[list[str]]:
+    """Return the rows of a section's table, without its header."""
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     assert lines, text
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_page(path: Path) -> None:
-    text = page(path)
+def test_page_contains_results_claims_and_hashes(plan_path: Path) -> None:
+    text = render(plan_path)
     assert "`finetune reproduce tables --page recipes/README.md` writes this page" in text
-    (whole,) = [line for line in text.splitlines() if line.startswith("| `whole` |")]
-    assert "| 55.00 ± 7.07 on 100 test images | 0, 1 | 13 ± 1 | A GPU, 0123456+changes |" in whole
-    (less,) = [line for line in text.splitlines() if line.startswith("| `less` |")]
-    assert "| test.top1: 30.00 % to 45.00 %; met by 1 of 2 |" in less
-    assert "hub:owner/images, a copy" in less
-    (few,) = [line for line in text.splitlines() if line.startswith("| `few`: ")]
-    assert "| 15.00 ± 7.07 (expected 10.0 to 20.0) | 40.00 ± 14.14 (expected 30.0 to 40.0) |" in few
-    assert few.endswith("| 1,000 | 2 | A GPU, 0123456+changes |")
+    (whole_row,) = [line for line in text.splitlines() if line.startswith("| `whole` |")]
+    assert (
+        "| 55.00 ± 7.07 on 100 test images | 0, 1 | 13 ± 1 | A GPU, 0123456+changes |" in whole_row
+    )
+    (less_row,) = [line for line in text.splitlines() if line.startswith("| `less` |")]
+    assert "| test.top1: 30.00 % to 45.00 %; met by 1 of 2 |" in less_row
+    assert "hub:owner/images, a copy" in less_row
+    (probe_row,) = [line for line in text.splitlines() if line.startswith("| `few`: ")]
+    assert (
+        "| 15.00 ± 7.07 (expected 10.0 to 20.0) | 40.00 ± 14.14 (expected 30.0 to 40.0) |"
+        in probe_row
+    )
+    assert probe_row.endswith("| 1,000 | 2 | A GPU, 0123456+changes |")
     assert "| [`tables/small.yaml`](tables/small.yaml) |" in text
     assert "| a table, number 4 |" in text
-    for run in sorted(runs_of(path).iterdir()):
+    for run in sorted(runs_folder(plan_path).iterdir()):
         assert f"| `{run.name}` | A GPU | 0123456+changes | `{run_hash(run)}` |" in text
     assert "5 with python 3.11.7, torch 2.14.1." in text
-    assert "copies/images" not in text, "where a copy lies is nobody's business"
+    assert "copies/images" not in text, "local paths are not published"
 
 
-def test_what_the_run_expected_counts_not_what_the_plan_says_now(path: Path) -> None:
-    path.write_text(path.read_text().replace("[0.3, 0.45]", "[0.3, 0.9]"))
-    assert "30.00 % to 45.00 %; met by 1 of 2" in page(path)
+def test_claims_are_those_recorded_by_the_run(plan_path: Path) -> None:
+    plan_path.write_text(plan_path.read_text().replace("[0.3, 0.45]", "[0.3, 0.9]"))
+    assert "30.00 % to 45.00 %; met by 1 of 2" in render(plan_path)
 
 
-def test_a_notice_leads_and_nothing_is_judged(path: Path) -> None:
-    text = page(path, notice="Not the experiment.")
+def test_disclaimer_comes_first_and_disables_verdicts(plan_path: Path) -> None:
+    text = render(plan_path, disclaimer="Not the experiment.")
     assert text.splitlines()[2] == "**Not the experiment.**"
     assert "test.top1: 30.00 % to 45.00 % |" in text
 
 
-def test_notes_of_the_runs_stand_on_the_page(path: Path) -> None:
+def test_notes_of_the_runs_are_shown(plan_path: Path) -> None:
     for name in ("whole-s0", "whole-s1"):
-        recipe = runs_of(path) / name / "recipe.yaml"
+        recipe = runs_folder(plan_path) / name / "recipe.yaml"
         recipe.write_text(recipe.read_text().replace("note: null", "note: copies of 30 dB"))
-    text = page(path)
+    text = render(plan_path)
     assert text.count("copies of 30 dB") == 1
-    assert "by a run, `whole`" in text, "a note makes it no other training"
+    assert "by a run, `whole`" in text, "a note does not change the training"
 
 
-def test_other_programs_stand_beside(path: Path) -> None:
-    assert "## Comparison with other programs" not in page(path)
-    text = path.read_text().replace("{name: whole,", f"{{name: whole, {BESIDE},")
-    path.write_text(text)
+def test_other_programs_are_compared(plan_path: Path) -> None:
+    assert "## Comparison with other programs" not in render(plan_path)
+    text = plan_path.read_text().replace("{name: whole,", f"{{name: whole, {OTHER_PROGRAM},")
+    plan_path.write_text(text)
     row = "| `whole` | another 1.0 | 51.00 ± 1.41 | 55.00 ± 7.07 | 31 ± 1 | – | 0, 1 | A GPU |"
-    assert row in page(path)
-    assert "```bash\nanother --lr 1\n```" in page(path)
-    assert "another --lr 1" not in page(path, notice="Not the experiment.")
-    for old, new, said in (
+    assert row in render(plan_path)
+    assert "```bash\nanother --lr 1\n```" in render(plan_path)
+    assert "another --lr 1" not in render(plan_path, disclaimer="Not the experiment.")
+    for old, new, expected in (
         ("top1: [0.5, 0.52]", "top1: [0.5]", "another 1.0: give one result for each"),
         ("seconds: [30, 32]", "seconds: [30]", "another 1.0: give one result for each"),
         ("seeds: [0, 1],", "seads: [0, 1],", "seads"),
     ):
-        path.write_text(text.replace(old, new, 1))
-        with pytest.raises(RecipeError, match=said):
-            page(path)
+        plan_path.write_text(text.replace(old, new, 1))
+        with pytest.raises(RecipeError, match=expected):
+            render(plan_path)
 
 
-def test_earlier_figures_are_taken_over(path: Path) -> None:
-    (path.parent / "earlier.md").write_text("A figure of old: 12.34\n")
-    assert "## Earlier runs\n\nA figure of old: 12.34\n" in page(path)
+def test_earlier_results_are_included(plan_path: Path) -> None:
+    (plan_path.parent / "earlier.md").write_text("An earlier result: 12.34\n")
+    assert "## Earlier runs\n\nAn earlier result: 12.34\n" in render(plan_path)
 
 
-def test_a_run_of_the_recipe_answers_and_a_smaller_one_does_not(path: Path) -> None:
-    rows = cells(page(path), CLAIMS)
+def test_only_a_run_of_the_full_recipe_decides_a_claim(plan_path: Path) -> None:
+    rows = table_rows(render(plan_path), CLAIMS)
     top1 = [row for row in rows if row[1] == "test.top1"]
     assert [row[4:6] for row in top1] == [
         ["by a run, `whole`: met by 1 of 2", "55.00 ± 7.07 % (2 runs)"],
@@ -127,59 +132,59 @@ def test_a_run_of_the_recipe_answers_and_a_smaller_one_does_not(path: Path) -> N
     assert top1[0][6] == "–"
     assert "4 epochs" in top1[1][6]
     assert "num_train" not in top1[1][6]
-    assert {row[2] for row in rows} == {"a table"}, "what was expected is no source's claim"
+    assert {row[2] for row in rows} == {"a table"}, "expected values of the plan are not claims"
     (trend,) = [row for row in rows if row[1].startswith("val.loss") and "`whole`" in row[4]]
     assert trend[4:6] == ["by a run, `whole`: met by 2 of 2", "+0.0500 ± 0.0000 per epoch (2 runs)"]
 
 
-def test_without_a_run_a_claim_is_open(path: Path) -> None:
-    rows = cells(page(path, "whole", "less"), CLAIMS)
+def test_claim_without_a_run_is_open(plan_path: Path) -> None:
+    rows = table_rows(render(plan_path, "whole", "less"), CLAIMS)
     assert [row[4] for row in rows] == ["open", "open"]
     assert all("hub:owner/images" in row[6] for row in rows)
-    (path.parent / "earlier.md").write_text("`recipes/tables/small.yaml` was run once")
-    rows = cells(page(path, "whole", "less"), CLAIMS)
+    (plan_path.parent / "earlier.md").write_text("`recipes/tables/small.yaml` was run once")
+    rows = table_rows(render(plan_path, "whole", "less"), CLAIMS)
     assert [row[4] for row in rows] == ["open; see the earlier run below"] * 2
 
 
-def test_a_reported_figure_is_a_claim_of_its_plan(path: Path) -> None:
-    text = path.read_text().replace("{name: whole,", '{name: whole, reported: "0.6",')
-    path.write_text(text)
-    (row,) = [row for row in cells(page(path), CLAIMS) if "0.6" in row]
+def test_reported_result_is_a_claim_of_its_plan(plan_path: Path) -> None:
+    text = plan_path.read_text().replace("{name: whole,", '{name: whole, reported: "0.6",')
+    plan_path.write_text(text)
+    (row,) = [row for row in table_rows(render(plan_path), CLAIMS) if "0.6" in row]
     assert row[:5] == ["`tables: whole`", "reported", "its plan", "0.6", "open"]
 
 
-def test_directions_are_answered_for_each_seed(path: Path) -> None:
-    rises, worse = cells(page(path), DIRECTIONS)
-    assert rises[3] == "yes for 2 of 2 seeds"
-    assert rises[4].startswith("val.loss, slope per epoch: +0.0750 ±")
+def test_directions_are_decided_per_seed(plan_path: Path) -> None:
+    rising, worse = table_rows(render(plan_path), DIRECTIONS)
+    assert rising[3] == "yes for 2 of 2 seeds"
+    assert rising[4].startswith("val.loss, slope per epoch: +0.0750 ±")
     # seed 0: 0.4 and 0.5; seed 1: 0.55, above the 0.5 of the other seed, and 0.6
     assert worse[2:4] == ["yes", "yes for 2 of 2 seeds"]
     assert worse[4] == "test.top1: 47.50 ± 10.61 % and 55.00 ± 7.07 %"
     assert worse[5] == "`less`, `whole`"
 
 
-def test_a_falling_loss_does_not_rise(path: Path) -> None:
+def test_falling_loss_does_not_count_as_rising(plan_path: Path) -> None:
     for name in ("less-s0", "less-s1"):
-        log = runs_of(path) / name / "metrics.jsonl"
+        log = runs_folder(plan_path) / name / "metrics.jsonl"
         lines = log.read_text().splitlines()[:2]
         last = '{"step": 40, "split": "val", "loss": 0.1}'
         log.write_text("\n".join([*lines, lines[1].replace("20", "30"), last]))
-    rises, _ = cells(page(path), DIRECTIONS)
-    assert rises[3] == "yes for 0 of 2 seeds"
+    rising, _ = table_rows(render(plan_path), DIRECTIONS)
+    assert rising[3] == "yes for 0 of 2 seeds"
 
 
 @pytest.mark.parametrize(
-    "left_out,answers",
+    "excluded,answers",
     [(["whole"], ["yes for 2 of 2 seeds", "open"]), (["whole", "less"], ["open", "open"])],
 )
-def test_a_direction_stays_open_without_its_runs(
-    path: Path, left_out: list[str], answers: list[str]
+def test_direction_without_its_runs_is_open(
+    plan_path: Path, excluded: list[str], answers: list[str]
 ) -> None:
-    assert [row[3] for row in cells(page(path, *left_out), DIRECTIONS)] == answers
+    assert [row[3] for row in table_rows(render(plan_path, *excluded), DIRECTIONS)] == answers
 
 
-def test_the_hash_is_that_of_the_four_files(path: Path) -> None:
-    folder = runs_of(path)
+def test_run_hash_covers_the_four_run_files(plan_path: Path) -> None:
+    folder = runs_folder(plan_path)
     run = folder / "whole-s0"
     joined = b"".join((run / name).read_bytes() for name in RUN_FILES)
     assert run_hash(run) == hashlib.sha256(joined).hexdigest()
@@ -197,14 +202,14 @@ def test_the_hash_is_that_of_the_four_files(path: Path) -> None:
     assert run_hash(folder / "few") == hashlib.sha256(probe).hexdigest()
 
 
-def test_a_machine_in_words() -> None:
+def test_hardware_and_commit() -> None:
     assert hardware_and_commit({**MACHINE, "commit": None}) == ("A GPU", "not known")
     cpu = {"device": {"type": "cpu", "name": "A CPU", "threads": 1}, "commit": "0123456789"}
     assert hardware_and_commit(cpu) == ("A CPU, 1 thread", "0123456")
 
 
-def test_a_training_in_words(path: Path) -> None:
-    small = path.parent / "small.yaml"
+def test_summarize_recipe(plan_path: Path) -> None:
+    small = plan_path.parent / "small.yaml"
     recipe = load_recipe(small, ["data.source=parquet:secret/place", "model.freeze=backbone"])
     text = summarize_recipe(recipe, planned_source="hub:owner/images")
     assert text == (

@@ -1,4 +1,4 @@
-"""The files of plans: found, read, checked before anything runs."""
+"""Plan files: finding, loading, and checking them before training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(tmp_path: Path) -> str:
     return write_plan(tmp_path)
 
 
-def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) -> None:
+def test_plan_is_found_by_its_folder_name(plan: str, tmp_path: Path) -> None:
     root = tmp_path / "recipes"
     assert find_plan("grids", root) == Path(plan)
     assert find_plan(plan) == Path(plan)
@@ -44,7 +44,7 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "old,new,said",
+    "old,new,expected",
     [
         ("small.yaml\n", "smal.yaml\n", "smal.yaml"),
         ("title", "titel", "titel"),
@@ -61,10 +61,10 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
             "data.train: [resize | flip, resize  flip]",
             "both be called",
         ),
-        ("name: plain", "name: ../plain", "a folder's name"),
-        ("name: plain", "name: a/b", "a folder's name"),
+        ("name: plain", "name: ../plain", "a folder name"),
+        ("name: plain", "name: a/b", "a folder name"),
         (PLAN[PLAN.index("runs:") : PLAN.index("smoke")], "runs: []\n", "runs"),
-        (PLAN, "", "a plan needs a title and runs"),
+        (PLAN, "", "add a title and runs"),
         ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: cannot have a grid"),
         ("name: plain", "name: plain\n    probe: {expected: [[0, 1]]}", "for each of the shots"),
         ("name: plain", "name: plain\n    probe: {draws: 0}", "draws"),
@@ -72,21 +72,21 @@ def test_a_plan_is_found_by_the_name_of_its_folder(plan: str, tmp_path: Path) ->
         ("smoke", f"directions: [{DIRECTION}}}]\nsmoke", "give trend or below"),
     ],
 )
-def test_wrong_plans_are_refused_before_anything_runs(
-    plan: str, old: str, new: str, said: str
+def test_invalid_plans_are_refused_before_training(
+    plan: str, old: str, new: str, expected: str
 ) -> None:
     text = Path(plan).read_text()
     assert old in text
     Path(plan).write_text(text.replace(old, new))
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=expected):
         check_plan_recipes(load_plan(plan), Path(plan))
 
 
-def test_values_of_a_grid_are_written_as_a_recipe_reads_them() -> None:
+def test_grid_values_become_overrides() -> None:
     values = [None, "null", 0.03, "resize | flip", [1, 2], True]
     entry = PlanEntry(name="a", recipe="b.yaml", grid={"run.note": values})
-    written = [change for (change,) in entry.grid_combinations()]
-    assert written == [
+    overrides = [change for (change,) in entry.grid_combinations()]
+    assert overrides == [
         "run.note=null",
         'run.note="null"',
         "run.note=0.03",
@@ -94,36 +94,38 @@ def test_values_of_a_grid_are_written_as_a_recipe_reads_them() -> None:
         "run.note=[1, 2]",
         "run.note=true",
     ]
-    assert entry.combination_folder(written[3:4]) == "note=resize-flip"
-    two = PlanEntry(name="a", recipe="b.yaml", grid={"a.x": [1], "b.x": [2]})
-    assert two.combination_folder(next(two.grid_combinations())) == "a.x=1,b.x=2"
+    assert entry.combination_folder(overrides[3:4]) == "note=resize-flip"
+    two_keys = PlanEntry(name="a", recipe="b.yaml", grid={"a.x": [1], "b.x": [2]})
+    assert two_keys.combination_folder(next(two_keys.grid_combinations())) == "a.x=1,b.x=2"
 
 
-def test_a_small_plan_takes_two_of_everything(plan: str) -> None:
+def test_smoke_plan_uses_two_values_and_two_seeds(plan: str) -> None:
     chosen, plain = to_smoke_plan(load_plan(plan)).runs
     assert len(list(chosen.grid_combinations())) == 4
     assert (chosen.seeds, plain.seeds) == ((3, 4), (0,))
 
 
-def test_a_copy_is_read_where_a_recipe_names_its_source(plan: str) -> None:
+def test_sources_replaces_the_recipes_source(plan: str) -> None:
     path, loaded = Path(plan), load_plan(plan)
     copies = {"embedded:digits": "parquet:copy", "hub:owner/name": "folder:other"}
     plain = loaded.runs[1]
     assert load_entry_recipe(plain, path, sources=copies).data.source == "parquet:copy"
-    added = ["data.source=a"]
-    assert load_entry_recipe(plain, path, extra_overrides=added, sources=copies).data.source == "a"
+    overrides = ["data.source=a"]
+    assert (
+        load_entry_recipe(plain, path, extra_overrides=overrides, sources=copies).data.source == "a"
+    )
     check_plan_recipes(loaded, path, (), {"embedded:digits": "parquet:copy"})
     with refused("recipe.wrong_value", "--data", "'hub:owner/name'", "digits"):
         check_plan_recipes(loaded, path, (), copies)
 
 
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes").rglob("plan.yaml"))
+SHIPPED_PLANS = sorted((Path(__file__).parents[2] / "recipes").rglob("plan.yaml"))
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=[path.parent.name for path in SHIPPED])
-def test_every_plan_that_ships_can_be_run(path: Path) -> None:
+@pytest.mark.parametrize("path", SHIPPED_PLANS, ids=[path.parent.name for path in SHIPPED_PLANS])
+def test_shipped_plans_load(path: Path) -> None:
     shipped = load_plan(path)
-    assert len(SHIPPED) >= 6
+    assert len(SHIPPED_PLANS) >= 6
     assert f"finetune reproduce {path.parent.name}" in path.read_text().splitlines()[0]
     for plan in (shipped, to_smoke_plan(shipped)):
         for entry in plan.runs:

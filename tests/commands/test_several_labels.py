@@ -1,4 +1,4 @@
-"""Several labels for an image, from a trained run outwards: every verb and client says the same."""
+"""Multi-label models after training: every command and client gives the same labels."""
 
 # B batch, K classes
 
@@ -45,12 +45,12 @@ from finetune.report.page import write_comparison, write_report_pages
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-Call = Callable[[str], tuple[int, str, str]]
+RunCli = Callable[[str], tuple[int, str, str]]
 
 DATA = "task: multilabel, train: resize, eval: resize, batch_size: 32, num_test: 60, split_seed: 0"
 
 
-def recipe(*overrides: str) -> Recipe:
+def make_recipe(*overrides: str) -> Recipe:
     text = tiny_recipe_text(
         DATA, source="embedded:digit_pairs", optim="lr: 5e-3, steps: 40", width=48
     )
@@ -58,134 +58,158 @@ def recipe(*overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run `run`, and the test images that it was measured on in `images`."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `run` and its test images in `images`."""
     folder = tmp_path_factory.mktemp("several")
-    train(recipe(), folder / "run")
-    split = measured()
+    train(make_recipe(), folder / "run")
+    split = run_test_split()
     (folder / "images").mkdir()
     for index in range(len(split)):
         Image.fromarray(split.decode(index)).save(folder / "images" / f"{index:02}.png")
     return folder
 
 
-def measured() -> Split:
-    """The test split of the run."""
-    return open_full_data(recipe().data, 0).splits["test"]
+def run_test_split() -> Split:
+    """Return the test split of the run."""
+    return open_full_data(make_recipe().data, 0).splits["test"]
 
 
 @pytest.fixture(scope="module")
-def thresholds(top: Path) -> list[float]:
-    config = json.loads((top / "run" / "model" / "config.json").read_text())
-    found: list[float] = config["calibration"]["thresholds"]
-    assert len(set(found)) > 1
-    return found
+def thresholds(workspace: Path) -> list[float]:
+    config = json.loads((workspace / "run" / "model" / "config.json").read_text())
+    thresholds: list[float] = config["calibration"]["thresholds"]
+    assert len(set(thresholds)) > 1
+    return thresholds
 
 
 @pytest.fixture(scope="module")
-def rows(top: Path) -> list[dict[str, Any]]:
-    """The predictions for all test images, of every class."""
-    return Classifier.load(top / "run", device="cpu").predict(top / "images", top_k=10)
+def predictions(workspace: Path) -> list[dict[str, Any]]:
+    """Predictions of all classes for all test images."""
+    return Classifier.load(workspace / "run", device="cpu").predict(workspace / "images", top_k=10)
 
 
 @pytest.fixture
-def call(top: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Call:
-    """Run a command line in `top`. Returns: exit code, standard output and standard error."""
-    monkeypatch.chdir(top)
+def run_cli(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> RunCli:
+    """Run a command in the `workspace` folder. Returns: exit code, stdout and stderr."""
+    monkeypatch.chdir(workspace)
 
     def run(line: str) -> tuple[int, str, str]:
         code = main(shlex.split(line))
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
 
-def names(row: dict[str, Any]) -> list[str]:
-    return [one["label"] for one in row["labels"]]
+def label_names(row: dict[str, Any]) -> list[str]:
+    return [label["label"] for label in row["labels"]]
 
 
 class TestPredict:
-    def test_labels_are_the_classes_at_or_above_their_thresholds(
-        self, top: Path, rows: list[dict[str, Any]], thresholds: list[float]
+    def test_labels_are_classes_at_or_above_their_thresholds(
+        self, workspace: Path, predictions: list[dict[str, Any]], thresholds: list[float]
     ) -> None:
-        split, classifier = measured(), Classifier.load(top / "run", device="cpu")
-        for index, row in enumerate(rows[:10]):
+        split, classifier = run_test_split(), Classifier.load(workspace / "run", device="cpu")
+        for index, row in enumerate(predictions[:10]):
             pixels = torch.from_numpy(split.decode(index)).permute(2, 0, 1)[None]
             (logits_K,) = classifier.logits(classifier.pipeline(pixels)).double().numpy()
             scores_K = 1 / (1 + np.exp(-logits_K))
-            found = {one["index"]: one["confidence"] for one in row["predictions"]}
-            assert [found[k] for k in range(10)] == pytest.approx(scores_K.tolist(), abs=1e-6)
-            said = {k for k in range(10) if scores_K[k] >= thresholds[k]}
-            assert {one["index"] for one in row["labels"]} == said
-        (alone,) = classifier.predict(row["path"], top_k=10)
-        by_index = {one["index"]: one["confidence"] for one in alone["predictions"]}
+            confidences = {
+                prediction["index"]: prediction["confidence"] for prediction in row["predictions"]
+            }
+            assert [confidences[k] for k in range(10)] == pytest.approx(scores_K.tolist(), abs=1e-6)
+            expected = {k for k in range(10) if scores_K[k] >= thresholds[k]}
+            assert {prediction["index"] for prediction in row["labels"]} == expected
+        (single,) = classifier.predict(row["path"], top_k=10)
+        by_index = {
+            prediction["index"]: prediction["confidence"] for prediction in single["predictions"]
+        }
         classifier.thresholds = [by_index[k] for k in range(10)]
-        assert len(names(classifier.predict(row["path"])[0])) == 10, "at its threshold, too"
-        shares = [one["confidence"] for row in rows for one in row["labels"]]
-        assert all(row["labels"] == sorted(row["labels"], key=_falling) for row in rows)
-        assert len(shares) > len(rows) / 2, "else nothing was tried"
+        assert len(label_names(classifier.predict(row["path"])[0])) == 10, (
+            "a score equal to its threshold counts"
+        )
+        confidences_shown = [
+            prediction["confidence"] for row in predictions for prediction in row["labels"]
+        ]
+        assert all(
+            row["labels"] == sorted(row["labels"], key=negative_confidence) for row in predictions
+        )
+        assert len(confidences_shown) > len(predictions) / 2, "enough labels must be predicted"
 
-    def test_they_are_those_of_the_evaluation(self, top: Path, rows: list[dict[str, Any]]) -> None:
-        test = json.loads((top / "run" / "results.json").read_text())["test"]
-        truth = [set(measured().class_indices(index)) for index in range(60)]
-        said = [{one["index"] for one in row["labels"]} for row in rows]
-        hits = sum(len(a & b) for a, b in zip(truth, said, strict=True))
+    def test_predicted_labels_match_the_evaluation(
+        self, workspace: Path, predictions: list[dict[str, Any]]
+    ) -> None:
+        test = json.loads((workspace / "run" / "results.json").read_text())["test"]
+        targets = [set(run_test_split().class_indices(index)) for index in range(60)]
+        predicted = [{labels["index"] for labels in row["labels"]} for row in predictions]
+        hits = sum(len(a & b) for a, b in zip(targets, predicted, strict=True))
         assert hits > 30
-        assert test["micro_f1"] == 2 * hits / sum(len(one) for one in [*truth, *said])
+        assert test["micro_f1"] == 2 * hits / sum(len(labels) for labels in [*targets, *predicted])
 
-    def test_one_by_one_they_are_the_same(self, top: Path, rows: list[dict[str, Any]]) -> None:
-        classifier = Classifier.load(top / "run", device="cpu")
-        alone = [classifier.predict(row["path"], top_k=10)[0] for row in rows[:20]]
-        assert [names(row) for row in alone] == [names(row) for row in rows[:20]]
-        at_once = classifier.predict(top / "images", top_k=10, batch_size=60)
-        assert [names(row) for row in at_once] == [names(row) for row in rows]
+    def test_batch_size_does_not_change_the_labels(
+        self, workspace: Path, predictions: list[dict[str, Any]]
+    ) -> None:
+        classifier = Classifier.load(workspace / "run", device="cpu")
+        one_by_one = [classifier.predict(row["path"], top_k=10)[0] for row in predictions[:20]]
+        assert [label_names(row) for row in one_by_one] == [
+            label_names(row) for row in predictions[:20]
+        ]
+        in_one_batch = classifier.predict(workspace / "images", top_k=10, batch_size=60)
+        assert [label_names(row) for row in in_one_batch] == [
+            label_names(row) for row in predictions
+        ]
 
-    def test_the_best_scores_are_still_there(self, call: Call, rows: list[dict[str, Any]]) -> None:
-        code, out, _ = call("predict run images --json --top-k 2")
+    def test_json_contains_labels_and_top_k_predictions(
+        self, run_cli: RunCli, predictions: list[dict[str, Any]]
+    ) -> None:
+        code, out, _ = run_cli("predict run images --json --top-k 2")
         assert code == 0
-        found = json.loads(out)
-        assert [row["predictions"] for row in found] == [row["predictions"][:2] for row in rows]
-        assert [row["labels"] for row in found] == [row["labels"] for row in rows]
+        printed = json.loads(out)
+        assert [row["predictions"] for row in printed] == [
+            row["predictions"][:2] for row in predictions
+        ]
+        assert [row["labels"] for row in printed] == [row["labels"] for row in predictions]
 
-    def test_a_table_reads_back_as_labels(self, call: Call, rows: list[dict[str, Any]]) -> None:
-        code, _, _ = call("predict run images gone.png --top-k 1 --out said.csv")
+    def test_csv_output_can_be_used_as_a_labeled_source(
+        self, run_cli: RunCli, predictions: list[dict[str, Any]]
+    ) -> None:
+        code, _, _ = run_cli("predict run images gone.png --top-k 1 --out said.csv")
         assert code == 3
         with open("said.csv", newline="") as file:
             head, *lines = list(csv.reader(file))
         assert head == ["path", "labels", "confidences", "label_1", "confidence_1", "error"]
         assert [len(line) for line in lines] == [6] * 61
         assert lines[-1][1:5] == [""] * 4
-        shares = [f"{one['confidence']:.6f}" for one in rows[3]["labels"]]
-        assert lines[3][2] == "|".join(shares)
+        confidences = [f"{label['confidence']:.6f}" for label in predictions[3]["labels"]]
+        assert lines[3][2] == "|".join(confidences)
         with open("said.csv", "w", newline="") as file:
             csv.writer(file).writerows([head, *lines[:-1]])
         split = open_source("csv:said.csv", multilabel=True).splits["train"]
-        known = sorted({name for row in rows for name in names(row)})
+        known = sorted({name for row in predictions for name in label_names(row)})
         assert [[known[k] for k in split.class_indices(index)] for index in range(len(split))] == [
-            sorted(names(row)) for row in rows
+            sorted(label_names(row)) for row in predictions
         ]
 
-    def test_text_names_the_labels_first(
-        self, call: Call, rows: list[dict[str, Any]], thresholds: list[float]
+    def test_text_shows_labels_then_other_top_predictions(
+        self, run_cli: RunCli, predictions: list[dict[str, Any]], thresholds: list[float]
     ) -> None:
-        _, out, _ = call("predict run images --top-k 1 --threshold 1")
-        best = rows[0]["predictions"][0]
+        _, out, _ = run_cli("predict run images --top-k 1 --threshold 1")
+        best = predictions[0]["predictions"][0]
         assert out.splitlines()[0].endswith(
             f"no label  ({best['label']} {100 * best['confidence']:.1f} %)"
         )
-        _, out, _ = call("predict run images --top-k 1 --threshold 0")
+        _, out, _ = run_cli("predict run images --top-k 1 --threshold 0")
         assert "(" not in out
         assert out.splitlines()[0].count("%") == 10
 
     @pytest.mark.parametrize("line", ["--calibrated", "--threshold 1.5", "--threshold nan"])
-    def test_what_does_not_fit_is_refused(self, call: Call, line: str) -> None:
-        code, out, err = call(f"predict run images {line} --out never.csv")
+    def test_invalid_options_are_refused(self, run_cli: RunCli, line: str) -> None:
+        code, out, err = run_cli(f"predict run images {line} --out never.csv")
         assert (code, out) == (2, "")
         assert "Traceback" not in err
         assert not Path("never.csv").exists()
 
-    def test_a_threshold_is_for_several_labels_only(self, top: Path) -> None:
+    def test_threshold_is_only_for_multilabel_models(self, workspace: Path) -> None:
         for options, code in (
             ({"threshold": 0.5}, "recipe.conflict"),
             ({"threshold": 2.0}, "recipe.wrong_value"),
@@ -193,136 +217,155 @@ class TestPredict:
             with refused(code, "threshold"):
                 Classifier.load("embedded:vit_nano", **options)
         with refused("recipe.conflict", "calibrated"):
-            Classifier.load(top / "run", calibrated=True)
+            Classifier.load(workspace / "run", calibrated=True)
 
-    def test_a_sheet_shows_them(self, call: Call) -> None:
-        assert call("predict run images --sheet sheet.png --json")[0] == 0
-        with Image.open("sheet.png") as picture:
-            assert min(picture.size) > 500
+    def test_contact_sheet_is_written(self, run_cli: RunCli) -> None:
+        assert run_cli("predict run images --sheet sheet.png --json")[0] == 0
+        with Image.open("sheet.png") as image:
+            assert min(image.size) > 500
 
 
-class TestEval:
-    def lines(self, top: Path, kept: list[int]) -> str:
-        """The test images with columns of 0 and 1 for some classes. Returns: the source string."""
-        table = [["path", *map(str, kept)]]
-        for index, row in enumerate(measured().labels):
-            table.append([f"images/{index:02}.png", *(str(row[k]) for k in kept)])
-        (top / "flags.csv").write_text("\n".join(map(",".join, table)))
-        return f"csv:{top / 'flags.csv'}"
+class TestEvaluate:
+    def write_flags(self, workspace: Path, class_indices: list[int]) -> str:
+        """Write the test labels as CSV columns of 0 and 1 for some classes. Returns: the source."""
+        table_rows = [["path", *map(str, class_indices)]]
+        for index, row in enumerate(run_test_split().labels):
+            table_rows.append([f"images/{index:02}.png", *(str(row[k]) for k in class_indices)])
+        (workspace / "flags.csv").write_text("\n".join(map(",".join, table_rows)))
+        return f"csv:{workspace / 'flags.csv'}"
 
-    def test_a_class_without_a_column_is_not_absent(self, top: Path) -> None:
-        test = json.loads((top / "run" / "results.json").read_text())["test"]
-        whole = evaluate_model(str(top / "run"), data=self.lines(top, [*range(10)]))
-        assert whole["map"] == pytest.approx(test["map"], abs=1e-6)
+    def test_missing_label_column_is_refused(self, workspace: Path) -> None:
+        test = json.loads((workspace / "run" / "results.json").read_text())["test"]
+        evaluated = evaluate_model(
+            str(workspace / "run"), data=self.write_flags(workspace, [*range(10)])
+        )
+        assert evaluated["map"] == pytest.approx(test["map"], abs=1e-6)
         with refused("data.no_column", "2 of the 10 classes", "3, 7"):
-            some = [k for k in range(10) if k not in (3, 7)]
-            evaluate_model(str(top / "run"), data=self.lines(top, some))
+            columns = [k for k in range(10) if k not in (3, 7)]
+            evaluate_model(str(workspace / "run"), data=self.write_flags(workspace, columns))
 
-    def test_a_column_without_a_1_is(self, top: Path) -> None:
-        source = self.lines(top, [*range(10)])
-        head, *rows = (top / "flags.csv").read_text().splitlines()
-        (top / "flags.csv").write_text("\n".join([head, *(f"{row[:-1]}0" for row in rows)]))
-        found = evaluate_model(str(top / "run"), data=source)["per_class"][9]
-        assert (found["support"], found["ap"]) == (0, None)
+    def test_column_without_positives_is_accepted(self, workspace: Path) -> None:
+        source = self.write_flags(workspace, [*range(10)])
+        head, *rows = (workspace / "flags.csv").read_text().splitlines()
+        (workspace / "flags.csv").write_text("\n".join([head, *(f"{row[:-1]}0" for row in rows)]))
+        class_row = evaluate_model(str(workspace / "run"), data=source)["per_class"][9]
+        assert (class_row["support"], class_row["ap"]) == (0, None)
 
-    def test_corrupted_images(self, call: Call) -> None:
-        code, out, _ = call("eval run --corrupt noise:5 --json")
+    def test_corrupted_images(self, run_cli: RunCli) -> None:
+        code, out, _ = run_cli("eval run --corrupt noise:5 --json")
         assert code == 0
-        found = json.loads(out)
-        (row,) = found["corrupted"]["rows"]
+        evaluated = json.loads(out)
+        (row,) = evaluated["corrupted"]["rows"]
         assert row.keys() == {"kind", "severity", "map", "loss"}
-        assert (row["map"], row["loss"]) != (found["map"], found["loss"])
-        assert found["corrupted"]["mean"] == {key: row[key] for key in ("map", "loss")}
-        _, out, _ = call("eval run --corrupt noise:5")
+        assert (row["map"], row["loss"]) != (evaluated["map"], evaluated["loss"])
+        assert evaluated["corrupted"]["mean"] == {key: row[key] for key in ("map", "loss")}
+        _, out, _ = run_cli("eval run --corrupt noise:5")
         assert f"mean of 1 corruption: map {row['map']:.4f}  loss {row['loss']:.4f}" in out
 
 
-def _falling(one: dict[str, Any]) -> float:
-    return -float(one["confidence"])
+def negative_confidence(prediction: dict[str, Any]) -> float:
+    return -float(prediction["confidence"])
 
 
-class TestOthers:
-    """timm and transformers on the folder `model`."""
+class TestOtherLibraries:
+    """timm and transformers load the `model` folder."""
 
-    def test_timm_gives_the_same_scores(self, top: Path) -> None:
+    def test_timm_gives_the_same_scores(self, workspace: Path) -> None:
         images_BCHW = torch.randn(4, 3, 16, 16)
-        own = Classifier.load(top / "run" / "model", device="cpu")
-        network = timm.create_model(f"local-dir:{top / 'run' / 'model'}", pretrained=True).eval()
+        classifier = Classifier.load(workspace / "run" / "model", device="cpu")
+        model = timm.create_model(
+            f"local-dir:{workspace / 'run' / 'model'}", pretrained=True
+        ).eval()
         with torch.inference_mode():
-            theirs = network(images_BCHW).sigmoid()
-        ours = own.confidences(own.logits(images_BCHW)).float()
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+            scores = model(images_BCHW).sigmoid()
+        expected = classifier.confidences(classifier.logits(images_BCHW)).float()
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-6)
 
-    def test_transformers_does_too(self, top: Path, rows: list[dict[str, Any]]) -> None:
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        folder, picture = str(top / "run" / "model"), str(top / "images" / "00.png")
-        network = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
-        assert network.config.problem_type == "multi_label_classification"
-        images_BCHW = torch.randn(4, 3, 16, 16)
-        own = Classifier.load(folder, device="cpu")
-        with torch.inference_mode():
-            theirs = network(images_BCHW).logits.sigmoid()
-        ours = own.confidences(own.logits(images_BCHW)).float()
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
-        classify = transformers.pipeline("image-classification", model=folder, device="cpu")
-        wanted = {one["label"]: one["confidence"] for one in rows[0]["predictions"]}
-        for options in ({}, {"function_to_apply": "sigmoid"}):
-            scores = {one["label"]: one["score"] for one in classify(picture, top_k=10, **options)}
-            # PIL rounds to whole bytes after either direction of a resize
-            assert scores == pytest.approx(wanted, abs=5e-3)
-        assert sum(wanted.values()) != pytest.approx(1, abs=0.1), "else a softmax would pass"
-
-    def test_an_export_tells_the_thresholds(
-        self, top: Path, thresholds: list[float], monkeypatch: pytest.MonkeyPatch
+    def test_transformers_gives_the_same_scores(
+        self, workspace: Path, predictions: list[dict[str, Any]]
     ) -> None:
-        own = Classifier.load(top / "run", device="cpu").network
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        folder, image = str(workspace / "run" / "model"), str(workspace / "images" / "00.png")
+        model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+        assert model.config.problem_type == "multi_label_classification"
+        images_BCHW = torch.randn(4, 3, 16, 16)
+        classifier = Classifier.load(folder, device="cpu")
+        with torch.inference_mode():
+            model_scores = model(images_BCHW).logits.sigmoid()
+        expected = classifier.confidences(classifier.logits(images_BCHW)).float()
+        torch.testing.assert_close(model_scores, expected, rtol=0, atol=1e-6)
+        classify = transformers.pipeline("image-classification", model=folder, device="cpu")
+        expected_scores = {
+            prediction["label"]: prediction["confidence"]
+            for prediction in predictions[0]["predictions"]
+        }
+        for options in ({}, {"function_to_apply": "sigmoid"}):
+            scores = {
+                prediction["label"]: prediction["score"]
+                for prediction in classify(image, top_k=10, **options)
+            }
+            # PIL rounds to bytes after each direction of a resize
+            assert scores == pytest.approx(expected_scores, abs=5e-3)
+        assert sum(expected_scores.values()) != pytest.approx(1, abs=0.1), (
+            "scores must not sum to 1, or a softmax would pass"
+        )
+
+    def test_export_contains_the_thresholds(
+        self, workspace: Path, thresholds: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = Classifier.load(workspace / "run", device="cpu").network
         monkeypatch.setattr(export_module, "export_network", lambda _, __, path, *___: path.touch())
-        monkeypatch.setattr(export_module, "load_exported", lambda path, format: own)
-        told = export_model(str(top / "run"), format="torch", out=str(top / "exported"))
-        beside = json.loads(Path(told["preprocessing"]).read_text())
-        assert beside["thresholds"] == thresholds
-        assert beside["problem_type"] == "multi_label_classification"
-        assert beside["temperature"] is None
+        monkeypatch.setattr(export_module, "load_exported", lambda path, format: model)
+        result = export_model(
+            str(workspace / "run"), format="torch", out=str(workspace / "exported")
+        )
+        sidecar = json.loads(Path(result["preprocessing"]).read_text())
+        assert sidecar["thresholds"] == thresholds
+        assert sidecar["problem_type"] == "multi_label_classification"
+        assert sidecar["temperature"] is None
 
 
 class TestCard:
     @pytest.fixture
-    def text(self, top: Path) -> str:
-        return (top / "run" / "model" / "README.md").read_text()
+    def text(self, workspace: Path) -> str:
+        return (workspace / "run" / "model" / "README.md").read_text()
 
-    def test_its_head_is_the_hubs(self, top: Path, text: str) -> None:
+    def test_metadata_is_valid_for_the_hub(self, workspace: Path, text: str) -> None:
         assert check_card(text, "model") == ([], ["no license given"])
-        test = json.loads((top / "run" / "results.json").read_text())["test"]
+        test = json.loads((workspace / "run" / "results.json").read_text())["test"]
         card = ModelCard(text)
         assert card.data.pipeline_tag == "image-classification"
         assert card.data.metrics == ["mean_average_precision", "f1"]
-        told = {
-            one.metric_name: (one.metric_type, one.metric_value) for one in card.data.eval_results
+        metrics = {
+            result.metric_name: (result.metric_type, result.metric_value)
+            for result in card.data.eval_results
         }
-        assert told == {
+        assert metrics == {
             "Mean average precision": ("mean_average_precision", round(test["map"], 6)),
             "Macro F1": ("f1", round(test["macro_f1"], 6)),
             "Micro F1": ("f1", round(test["micro_f1"], 6)),
             "Loss": ("binary-cross-entropy", round(test["loss"], 6)),
         }
 
-    def test_it_says_what_several_labels_need(self, text: str, thresholds: list[float]) -> None:
+    def test_card_shows_thresholds_and_no_single_label_metrics(
+        self, text: str, thresholds: list[float]
+    ) -> None:
         rows = re.findall(r"^\| (\d) \| (\d\.\d{4}) \|", text, re.MULTILINE)
-        assert rows == [(str(k), f"{each:.4f}") for k, each in enumerate(thresholds)]
-        for wrong in (
+        assert rows == [(str(k), f"{threshold:.4f}") for k, threshold in enumerate(thresholds)]
+        for phrase in (
             "top-1",
             "Every image gets one",
             "Wilson",
             "confusion.png",
             "calibration error",
         ):
-            assert wrong not in text
+            assert phrase not in text
 
-    def test_thresholds_of_classes_that_no_image_has_are_not_fitted(
-        self, top: Path, text: str, tmp_path: Path
+    def test_card_counts_classes_without_fitted_threshold(
+        self, workspace: Path, text: str, tmp_path: Path
     ) -> None:
         assert "validation image it is" not in text
-        shutil.copytree(top / "run", tmp_path / "run")
+        shutil.copytree(workspace / "run", tmp_path / "run")
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         for row in results["val"]["per_class"][:2]:
             row["support"] = 0
@@ -331,53 +374,70 @@ class TestCard:
         text = (tmp_path / "run" / "model" / "README.md").read_text()
         assert "For 2 labels without a validation image it is 0.5." in text
 
-    def test_its_code_gives_the_labels(
-        self, top: Path, text: str, rows: list[dict[str, Any]]
+    def test_code_examples_give_the_same_labels(
+        self, workspace: Path, text: str, predictions: list[dict[str, Any]]
     ) -> None:
         pytest.importorskip("transformers", reason="transformers is not installed")
-        folder, picture = str(top / "run" / "model"), str(top / "images" / "00.png")
-        told = []
+        folder, image = str(workspace / "run" / "model"), str(workspace / "images" / "00.png")
+        outputs = []
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            code = block.replace("THIS_FOLDER", folder).replace("photo.jpg", picture)
+            code = block.replace("THIS_FOLDER", folder).replace("photo.jpg", image)
             *lines, last = code.strip().splitlines()
-            room: dict[str, Any] = {}
-            exec("\n".join(lines), room)
+            namespace: dict[str, Any] = {}
+            exec("\n".join(lines), namespace)
             if "import timm" not in block:
-                told.append(eval(last, room))
-        ours, theirs = told
-        assert names(ours[0]) == names(rows[0])
-        wanted = {one["label"]: one["confidence"] for one in rows[0]["predictions"]}
-        assert {one["label"]: wanted[one["label"]] for one in theirs} == pytest.approx(
-            {one["label"]: one["score"] for one in theirs}, abs=5e-3
+                outputs.append(eval(last, namespace))
+        predictions_by_finetune, predictions_by_transformers = outputs
+        assert label_names(predictions_by_finetune[0]) == label_names(predictions[0])
+        confidences = {
+            prediction["label"]: prediction["confidence"]
+            for prediction in predictions[0]["predictions"]
+        }
+        assert {
+            prediction["label"]: confidences[prediction["label"]]
+            for prediction in predictions_by_transformers
+        } == pytest.approx(
+            {
+                prediction["label"]: prediction["score"]
+                for prediction in predictions_by_transformers
+            },
+            abs=5e-3,
         )
 
-    def test_seeds_count_and_the_folder_is_whole(self, top: Path) -> None:
-        shutil.copytree(top / "run", top / "other")
-        (top / "other" / "recipe.yaml").write_text(recipe("run.seed=1").to_yaml())
-        rewrite_artifacts(RunDir(top / "run"))
-        files = {path.name for path in (top / "run" / "model").iterdir()}
+    def test_card_averages_seeds_and_the_folder_is_complete(self, workspace: Path) -> None:
+        shutil.copytree(workspace / "run", workspace / "other")
+        (workspace / "other" / "recipe.yaml").write_text(make_recipe("run.seed=1").to_yaml())
+        rewrite_artifacts(RunDir(workspace / "run"))
+        files = {path.name for path in (workspace / "run" / "model").iterdir()}
         assert files == {*PUBLISHED_FILES} - {"confusion.png", "reliability.png"}
-        assert "mean ± std of 2 seeds (0, 1)" in (top / "run" / "model" / "README.md").read_text()
+        assert (
+            "mean ± std of 2 seeds (0, 1)"
+            in (workspace / "run" / "model" / "README.md").read_text()
+        )
 
 
 class TestReport:
-    def test_a_page_shows_what_was_measured(self, top: Path, thresholds: list[float]) -> None:
-        write_report_pages([str(top / "run")])
-        html = (top / "run" / "report.html").read_text()
+    def test_report_shows_multilabel_metrics(
+        self, workspace: Path, thresholds: list[float]
+    ) -> None:
+        write_report_pages([str(workspace / "run")])
+        html = (workspace / "run" / "report.html").read_text()
         for word in ("Test mAP", "Micro F1", "Mean average precision", ">AP<", ">Threshold<"):
             assert word in html
         assert f">{thresholds[0]:.3f}<" in html
         assert re.search(r"predicted <bdi>(\d(, \d)*|none)</bdi> · true <bdi>\d(, \d)?</bdi>", html)
         assert html.count('<div class="picture"><img') > 5
-        for wrong in ("op-1", "Confusion", "Calibration", " confidence, "):
-            assert wrong not in html.partition('<section id="recipe">')[0]
+        for phrase in ("op-1", "Confusion", "Calibration", " confidence, "):
+            assert phrase not in html.partition('<section id="recipe">')[0]
 
-    def test_runs_of_a_kind_are_compared(self, top: Path, tmp_path: Path) -> None:
+    def test_only_multilabel_runs_are_compared_with_each_other(
+        self, workspace: Path, tmp_path: Path
+    ) -> None:
         copies = [tmp_path / "a", tmp_path / "b"]
         for copy in copies:
             copy.mkdir()
             for name in ("run.json", "recipe.yaml", "metrics.jsonl", "results.json"):
-                (copy / name).write_bytes((top / "run" / name).read_bytes())
+                (copy / name).write_bytes((workspace / "run" / name).read_bytes())
         html = write_comparison(copies, tmp_path / "both.html").read_text()
         assert "Test mAP" in html
         assert "top-1" not in html.lower()
@@ -389,60 +449,73 @@ class TestReport:
 
 
 class TestDemo:
-    def test_bars_with_thresholds_and_the_labels_named(
-        self, top: Path, rows: list[dict[str, Any]], thresholds: list[float]
+    def test_result_shows_bars_thresholds_and_labels(
+        self, workspace: Path, predictions: list[dict[str, Any]], thresholds: list[float]
     ) -> None:
-        reader = DemoPredictor(Classifier.load(top / "run", device="cpu", threshold=0.0))
-        assert len(reader.predict(rows[0]["path"]).top) == 10, "labels beyond the best five, too"
-        reading = DemoPredictor(Classifier.load(top / "run", device="cpu")).predict(rows[0]["path"])
-        pairs = [(one["label"], one["confidence"]) for one in rows[0]["predictions"]]
-        assert [name for name, _ in reading.top[:5]] == [name for name, _ in pairs[:5]]
-        assert reading.thresholds == [thresholds[int(name)] for name, _ in reading.top]
-        html = render_result(reading)
-        shown = ", ".join(names(rows[0])) or "No label reaches its threshold"
-        assert f'<p class="ft-labels">{shown}</p>' in html
-        assert html.count('<li class="ft-predicted">') == len(rows[0]["labels"])
-        marks = re.findall(r'<b style="left:([\d.]+)%">', html)
-        assert marks == [f"{100 * each:.2f}" for each in reading.thresholds]
+        all_labels = DemoPredictor(Classifier.load(workspace / "run", device="cpu", threshold=0.0))
+        assert len(all_labels.predict(predictions[0]["path"]).top) == 10, (
+            "predicted labels beyond the top five are shown, too"
+        )
+        result = DemoPredictor(Classifier.load(workspace / "run", device="cpu")).predict(
+            predictions[0]["path"]
+        )
+        pairs = [
+            (prediction["label"], prediction["confidence"])
+            for prediction in predictions[0]["predictions"]
+        ]
+        assert [name for name, _ in result.top[:5]] == [name for name, _ in pairs[:5]]
+        assert result.thresholds == [thresholds[int(name)] for name, _ in result.top]
+        html = render_result(result)
+        label_text = ", ".join(label_names(predictions[0])) or "No label reaches its threshold"
+        assert f'<p class="ft-labels">{label_text}</p>' in html
+        assert html.count('<li class="ft-predicted">') == len(predictions[0]["labels"])
+        threshold_marks = re.findall(r'<b style="left:([\d.]+)%">', html)
+        assert threshold_marks == [f"{100 * threshold:.2f}" for threshold in result.thresholds]
 
-    def test_its_facts_and_examples(self, top: Path, tmp_path: Path) -> None:
-        test = json.loads((top / "run" / "results.json").read_text())["test"]
-        told = summarize_model(str(top / "run"), Classifier.load(top / "run", device="cpu"))
-        assert f"mAP {100 * test['map']:.1f} % on 60 test images" in told
-        assert len(copy_example_images(str(top / "run"), tmp_path)) == 6
+    def test_summary_and_example_images(self, workspace: Path, tmp_path: Path) -> None:
+        test = json.loads((workspace / "run" / "results.json").read_text())["test"]
+        summary = summarize_model(
+            str(workspace / "run"), Classifier.load(workspace / "run", device="cpu")
+        )
+        assert f"mAP {100 * test['map']:.1f} % on 60 test images" in summary
+        assert len(copy_example_images(str(workspace / "run"), tmp_path)) == 6
 
 
-class TestOtherVerbs:
-    def test_averages_are_chosen_by_map(self, top: Path) -> None:
-        again = f"model: {{name: '{top / 'run' / 'model'}'}}\noptim: {{lr: 1e-3, steps: 2}}\n"
-        again += f"data: {{source: 'embedded:digit_pairs', {DATA}}}\nrun: {{precision: fp32}}\n"
-        train(parse_recipe(again), top / "tuned")
-        shutil.copytree(top / "tuned", top / "worse")
-        weights = load_file(top / "worse" / "model" / "model.safetensors")
+class TestOtherCommands:
+    def test_greedy_soup_selects_by_map(self, workspace: Path) -> None:
+        tuned_recipe = (
+            f"model: {{name: '{workspace / 'run' / 'model'}'}}\noptim: {{lr: 1e-3, steps: 2}}\n"
+        )
+        tuned_recipe += (
+            f"data: {{source: 'embedded:digit_pairs', {DATA}}}\nrun: {{precision: fp32}}\n"
+        )
+        train(parse_recipe(tuned_recipe), workspace / "tuned")
+        shutil.copytree(workspace / "tuned", workspace / "worse")
+        weights = load_file(workspace / "worse" / "model" / "model.safetensors")
         weights["head.weight"] = -weights["head.weight"]
-        save_file(weights, top / "worse" / "model" / "model.safetensors")
-        runs = [str(top / "worse"), str(top / "tuned")]
-        made = average_runs(runs, out=str(top / "soup"), greedy=True)
-        assert made["chosen"] == "tuned"
-        assert all(set(row) == {"name", "map", "loss"} for row in made["tried"])
-        assert f"test: map {made['test']['map']:.4f}" in format_average(made)
-        config = json.loads((top / "soup" / "config.json").read_text())
-        assert config["calibration"]["thresholds"] == made["thresholds"]
-        assert Classifier.load(top / "soup", device="cpu").thresholds == made["thresholds"]
+        save_file(weights, workspace / "worse" / "model" / "model.safetensors")
+        runs = [str(workspace / "worse"), str(workspace / "tuned")]
+        result = average_runs(runs, out=str(workspace / "soup"), greedy=True)
+        assert result["chosen"] == "tuned"
+        assert all(set(row) == {"name", "map", "loss"} for row in result["tried"])
+        assert f"test: map {result['test']['map']:.4f}" in format_average(result)
+        config = json.loads((workspace / "soup" / "config.json").read_text())
+        assert config["calibration"]["thresholds"] == result["thresholds"]
+        assert Classifier.load(workspace / "soup", device="cpu").thresholds == result["thresholds"]
 
-    def test_a_probe_is_refused(self, call: Call) -> None:
-        code, _, err = call("probe run --shots 1")
+    def test_probe_is_refused(self, run_cli: RunCli) -> None:
+        code, _, err = run_cli("probe run --shots 1")
         assert code == 3
         assert "data.task" in err
 
-    def test_sheets_of_images(self, top: Path, tmp_path: Path, call: Call) -> None:
+    def test_image_sheets(self, workspace: Path, tmp_path: Path, run_cli: RunCli) -> None:
         assert (
-            call(f"data info embedded:digit_pairs --multilabel --sheet {tmp_path / 'a.png'}")[0]
+            run_cli(f"data info embedded:digit_pairs --multilabel --sheet {tmp_path / 'a.png'}")[0]
             == 0
         )
-        show_training(load_recipe(top / "run" / "recipe.yaml"), tmp_path / "b.png")
+        show_training(load_recipe(workspace / "run" / "recipe.yaml"), tmp_path / "b.png")
         for name in ("a.png", "b.png"):
-            with Image.open(tmp_path / name) as picture:
-                assert min(picture.size) > 400
+            with Image.open(tmp_path / name) as image:
+                assert min(image.size) > 400
         with refused("data.wrong_labels"):
             show_source("embedded:digit_pairs", tmp_path / "c.png")

@@ -17,9 +17,8 @@ from finetune.data.open_source import open_source
 def test_columns_are_detected_or_configured(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [0, 1], image="Image", label="fine_label")
     assert class_counts(open_source(f"parquet:{path}")) == {"train": [1, 1]}
-    write_parquet(
-        path, [0, 1], image="photo", label="kind", names=["a", "b"]
-    )  # by their recorded types
+    # by their recorded types
+    write_parquet(path, [0, 1], image="photo", label="kind", names=["a", "b"])
     assert open_source(f"parquet:{path}").class_names == ["a", "b"]
     write_parquet(path, [0, 1], image="photo", label="kind")
     with refused("data.no_column", "data.image_column", "photo, kind"):

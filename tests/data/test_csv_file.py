@@ -118,9 +118,7 @@ def test_equals_a_class_folder_with_the_same_images(tmp_path: Path) -> None:
     from_csv = open_source(write_csv(folder, HEADER, *lines)).splits["train"]
     assert from_csv.fingerprint == from_folder.fingerprint
     assert from_csv.cache_key == from_folder.cache_key
-    assert np.array_equal(
-        make_pixel_store(from_csv).write_images, make_pixel_store(from_folder).write_images
-    )
+    assert np.array_equal(make_pixel_store(from_csv).images, make_pixel_store(from_folder).images)
     lines[0] = lines[0][:-1] + "a"
     changed = open_source(write_csv(folder, HEADER, *lines)).splits["train"]
     assert changed.fingerprint != from_folder.fingerprint
@@ -165,9 +163,8 @@ def test_reads_indicator_columns(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     source = open_source(write_csv(tmp_path, *rows), multilabel=True)
     assert (source.class_names, source.indicator_columns) == (["cat", "dog"], ("cat", "dog", "cow"))
     assert "cow" in caplog.text
-    boolean_rows = [
-        row.replace(",1", ",True").replace(",0", ",False") for row in rows
-    ]  # as pandas writes them
+    # as pandas writes them
+    boolean_rows = [row.replace(",1", ",True").replace(",0", ",False") for row in rows]
     from_booleans = open_source(write_csv(tmp_path, *boolean_rows), multilabel=True)
     assert np.array_equal(from_booleans.splits["train"].labels, source.splits["train"].labels)
     with refused("data.no_column", "data.task=multilabel"):

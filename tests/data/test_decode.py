@@ -20,9 +20,8 @@ from finetune.data.decode import decode_image, hwc_to_chw
 from finetune.errors import DataError
 
 GRAY16 = np.array([[0, 128, 129, 257], [32768, 40000, 65407, 65535]], dtype=np.uint16)
-GRAY8 = np.array(
-    [[0, 0, 1, 1], [128, 156, 255, 255]], dtype=np.uint8
-)  # computed by hand: round(v / 257)
+# computed by hand: round(v / 257)
+GRAY8 = np.array([[0, 0, 1, 1], [128, 156, 255, 255]], dtype=np.uint8)
 
 
 def random_pixels(height: int = 6, width: int = 9) -> np.ndarray:
@@ -91,9 +90,8 @@ def test_ignores_damaged_exif_with_a_warning(
     data = encode(Image.fromarray(pixels), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"x" * 9)
     assert np.array_equal(decode_image(data), pixels)
 
-    def raise_struct_error(
-        image: Image.Image,
-    ) -> None:  # PIL's error differs by version and by damage
+    # PIL's error differs by version and by damage
+    def raise_struct_error(image: Image.Image) -> None:
         raise struct.error("unpack requires a buffer of 2 bytes")
 
     monkeypatch.setattr(Image.Image, "getexif", raise_struct_error)
@@ -368,9 +366,8 @@ def test_rejects_too_large_images_from_the_header(monkeypatch: pytest.MonkeyPatc
         decode_image(Image.new("RGB", (100, 100)), max_pixels=9_999)
     assert decode_image(Image.new("RGB", (100, 100)), max_pixels=10_000).shape == (100, 100, 3)
     with pytest.raises(DataError, match="too large"):
-        decode_image(
-            png_without_pixels(30_000, 30_000)
-        )  # above PIL's own limit, twice MAX_IMAGE_PIXELS
+        # above PIL's own limit, twice MAX_IMAGE_PIXELS
+        decode_image(png_without_pixels(30_000, 30_000))
 
 
 def tiled_tiff(side: int, *, order: str, is_big: bool, tag_type: int) -> bytes:

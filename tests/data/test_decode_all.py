@@ -63,8 +63,10 @@ def damaged_folder(root: Path) -> str:
 
 
 def test_scan_lists_every_unreadable_image_once(tmp_path: Path, num_workers: int) -> None:
-    found = find_unreadable_images(open_source(damaged_folder(tmp_path)), num_workers=num_workers)
-    assert [(item["name"], item["class"], item["split"]) for item in found] == [
+    unreadable = find_unreadable_images(
+        open_source(damaged_folder(tmp_path)), num_workers=num_workers
+    )
+    assert [(item["name"], item["class"], item["split"]) for item in unreadable] == [
         ("train/a/3.png", "a", "train"),
         ("train/b/3.jpg", "b", "train"),
         ("train/b/4.jpg", "b", "train"),
@@ -72,9 +74,9 @@ def test_scan_lists_every_unreadable_image_once(tmp_path: Path, num_workers: int
         ("test/a/link.png", "a", "test"),
     ]
     causes = ("cannot be decoded", "zero bytes", "not an image", "is a pipe", "a broken link")
-    for item, cause in zip(found, causes, strict=True):
+    for item, cause in zip(unreadable, causes, strict=True):
         assert item["error"].startswith(cause)  # does not repeat the name
-    json.dumps(found)
+    json.dumps(unreadable)
     assert find_unreadable_images(open_source("embedded:digits")) == []
 
 

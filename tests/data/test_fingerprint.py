@@ -163,10 +163,10 @@ def reverse_content_keep_times(path: Path) -> None:
 def replace_with_another_file(path: Path) -> None:
     """Move another file of the same length and timestamps over this one."""
     state = path.stat()
-    other = path.with_suffix(".new")
-    other.write_bytes(path.read_bytes()[::-1])
-    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
-    os.replace(other, path)
+    new_path = path.with_suffix(".new")
+    new_path.write_bytes(path.read_bytes()[::-1])
+    os.utime(new_path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    os.replace(new_path, path)
 
 
 def recreate_file(path: Path) -> None:
@@ -252,9 +252,8 @@ def test_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not split.is_unchanged()
     reverse_content_keep_times(tmp_path / "set/a/1.png")
     assert split.is_unchanged(), "the content is what it was"
-    monkeypatch.setattr(
-        signatures_module, "_SETTLED_NS", 2 * 10**9
-    )  # timestamps alone prove nothing
+    # timestamps alone prove nothing
+    monkeypatch.setattr(signatures_module, "_SETTLED_NS", 2 * 10**9)
     split = open_train(source)
     assert split.is_unchanged()
     monkeypatch.setattr(signatures_module, "_stat_signature", lambda path, latest: (1, 2, 3, 4, 5))

@@ -180,9 +180,8 @@ class TestCache:
         [cached_copy] = [
             copy for copy in (tmp_path / "home").glob("**/default/*/*") if copy.name == new
         ]
-        os.utime(
-            cached_copy, (time.time() + 9, time.time() + 9)
-        )  # as if the clock had been set back
+        # as if the clock had been set back
+        os.utime(cached_copy, (time.time() + 9, time.time() + 9))
         assert labels(open_source(f"hub:{NAME}@{old}")) == [0, 1, 1]
         assert time.monotonic() - started < 5
         stderr = capsys.readouterr().err

@@ -72,13 +72,15 @@ class TestFiles:
     def test_each_revision_has_its_own_files(self, hub: HubServer) -> None:
         [new, old, _] = hub.commits(NAME)
         for revision, commit, train in ((None, new, SHARDS[:1]), ("v1", old, SHARDS)):
-            found = list_files(revision)
-            assert found.commit == commit
-            assert {split: [f.path for f in group] for split, group in found.files.items()} == {
+            listing = list_files(revision)
+            assert listing.commit == commit
+            assert {
+                split: [file.path for file in group] for split, group in listing.files.items()
+            } == {
                 "train": train,
                 "test": ["data/test-00000-of-00001.parquet"],
             }
-            for file in (file for group in found.files.values() for file in group):
+            for file in (file for group in listing.files.values() for file in group):
                 assert isinstance(file, HubDatasetFile)
                 assert file.commit == commit
                 content = hub.files(NAME, commit)[file.path]
@@ -87,17 +89,18 @@ class TestFiles:
         assert hub.count(r"/cdn/|\.parquet") == 0  # no file content was read
 
     def test_selects_a_configuration(self, hub: HubServer) -> None:
-        found = list_files("v1", "small")
-        assert list(found.files) == ["train"]
-        assert [file.path for file in found.files["train"]] == SHARDS[:1]
+        listing = list_files("v1", "small")
+        assert list(listing.files) == ["train"]
+        assert [file.path for file in listing.files["train"]] == SHARDS[:1]
 
     def test_takes_class_names_from_the_dataset_card(self, hub: HubServer, tmp_path: Path) -> None:
-        plain = write_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0])  # declares no class names
+        # declares no class names
+        parquet_path = write_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0])
         card = (
             "---\ndataset_info:\n  features:\n  - {name: img, dtype: image}\n  - name: label\n"
             "    dtype: {class_label: {names: {'0': cat, '1': dog}}}\n---\n"
         )
-        files = {"data/train.parquet": plain.read_bytes(), "README.md": card.encode()}
+        files = {"data/train.parquet": parquet_path.read_bytes(), "README.md": card.encode()}
         hub.add_repo("someone/declared", files, kind="dataset")
         names = [
             open_source("hub:someone/declared", streaming=streaming).class_names
@@ -149,10 +152,10 @@ class TestCache:
         old = hub.commits(NAME)[1]
         open_source(f"hub:{NAME}@v1")  # downloads
         hub.stop()
-        found = list_files("v1")
-        assert found.commit == old
+        listing = list_files("v1")
+        assert listing.commit == old
         assert f"using revision {old} from the cache" in capsys.readouterr().err
-        files = found.files["train"]
+        files = listing.files["train"]
         assert [file.path.name for file in files] == [Path(name).name for name in SHARDS]
         assert all(isinstance(file, LocalFile) for file in files)
         assert open_source(f"hub:{NAME}@v1", streaming=True).splits["train"].decode(7).ndim == 3

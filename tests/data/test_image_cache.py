@@ -98,8 +98,8 @@ def test_maps_the_cache_file_without_decoding_again(
     assert len(warnings) == bool(unreadable_rows)
     forget_warnings()  # as in a new process
     monkeypatch.setattr(cache_module, "decode_split", pytest.fail)
-    again = decode_cached(split, unreadable="quarantine")
-    for result in (first, again):
+    reloaded = decode_cached(split, unreadable="quarantine")
+    for result in (first, reloaded):
         assert_equals_decoded(result, split)
         assert result.indices.tolist() == [
             row for row in range(NUM_IMAGES) if row not in unreadable_rows
@@ -176,10 +176,10 @@ def test_a_full_disk_disables_only_the_cache(
 ) -> None:
     write = pixel_file_module._write_all
 
-    def raise_disk_full(storage: Storage, *rest: Any) -> None:
+    def raise_disk_full(storage: Storage, *arguments: Any) -> None:
         if isinstance(storage, int):
             raise OSError(error_number, os.strerror(error_number))
-        write(storage, *rest)
+        write(storage, *arguments)
 
     monkeypatch.setattr(pixel_file_module, "_write_all", raise_disk_full)
     messages: list[str] = []
@@ -292,9 +292,8 @@ def test_a_signal_keeps_partial_results_and_leaves_no_process(
         if os.getpid() != parent:
             (marker_folder / str(os.getpid())).touch()
             if index >= 128:
-                with contextlib.suppress(
-                    FileExistsError
-                ):  # one signal only: a second one ends the run immediately
+                # one signal only: a second one ends the run immediately
+                with contextlib.suppress(FileExistsError):
                     (tmp_path / "sent").touch(exist_ok=False)
                     os.kill(parent, signal_number)
                 time.sleep(600)
@@ -393,9 +392,8 @@ def test_verifies_the_partial_file_of_a_killed_run(
             body = b"\xff" * len(body) if damage == "rows" else body[:50]
         partial_file.write_bytes(body)
         assert_equals_decoded(decode_cached(split, [], unreadable="quarantine"), split)
-        num_trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[
-            damage
-        ]  # they are verified when read
+        # they are verified when read
+        num_trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[damage]
         assert num_decoded.pop() == NUM_IMAGES - num_trusted
         for path in cache_folder.iterdir():
             path.unlink()

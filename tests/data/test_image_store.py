@@ -94,9 +94,8 @@ def test_an_image_of_another_size_does_not_change_the_rest_of_the_batch(digits) 
 @pytest.mark.parametrize("image_bytes", [1, 2**20])
 def test_workers_reuse_shared_memory_for_many_batches(image_folder, image_bytes: int) -> None:
     split = open_source(f"folder:{image_folder}").splits["train"]
-    store = PixelStore(
-        split, None, num_workers=2, bytes_per_image=image_bytes
-    )  # 1: most images do not fit
+    # 1: most images do not fit
+    store = PixelStore(split, None, num_workers=2, bytes_per_image=image_bytes)
     batches = [np.random.default_rng(n).integers(0, len(split), 1 + n % 3) for n in range(40)]
     image_batches = store.read_batches(iter(batches))
     for indices, images in zip(batches, image_batches, strict=True):

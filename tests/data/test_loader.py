@@ -42,7 +42,7 @@ def test_every_epoch_has_each_sample_once_for_any_number_of_processes(
         sampler = DistributedBatchSampler(
             num_samples, batch_size=batch_size, seed=3, group_size=group_size
         )
-        seen = [
+        samples = [
             index
             for step in steps
             for rank in range(world_size)
@@ -50,8 +50,8 @@ def test_every_epoch_has_each_sample_once_for_any_number_of_processes(
                 sampler, range(step, step + 1), rank=rank, world_size=world_size
             )
         ]
-        for first in range(0, len(seen), num_samples):
-            assert Counter(seen[first : first + num_samples]) == Counter(range(num_samples))
+        for first in range(0, len(samples), num_samples):
+            assert Counter(samples[first : first + num_samples]) == Counter(range(num_samples))
 
 
 @pytest.mark.parametrize("batch_size", [4, 6, 7, 13, 64])

@@ -174,7 +174,7 @@ class TestDevicePlacement:
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "resnet"])
     def test_logits_stay_on_the_device(self, key: str) -> None:
-        network = networks.built(key).model
+        network = networks.build_network(key).model
         limit_last_block_to_class_token(network)
         size = networks.NETWORKS[key][2]
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:

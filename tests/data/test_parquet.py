@@ -165,9 +165,8 @@ def test_memory_mapped_rows_take_no_memory(
     train = open_source(f"parquet:{tmp_path}").splits["train"]
     bytes_per_row = (pa.total_allocated_bytes() - bytes_before) / num_rows
     assert train.images.read_bytes(599) == images[599]["bytes"]
-    assert (
-        bytes_per_row < 100 if limit == 10 else bytes_per_row > image_bytes
-    )  # control: without memory mapping
+    # control: without memory mapping
+    assert bytes_per_row < 100 if limit == 10 else bytes_per_row > image_bytes
 
 
 def test_memory_mapped_rows_follow_a_replaced_file(

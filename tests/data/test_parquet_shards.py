@@ -117,9 +117,8 @@ class TestReadingColumns:
         content = bytearray(parquet_path.read_bytes())
         content[chunk.dictionary_page_offset + chunk.total_compressed_size // 2] ^= 1
         parquet_path.write_bytes(content)
-        os.utime(
-            parquet_path, ns=(0, parquet_shard.file.modified_ns)
-        )  # disk damage does not change the mtime
+        # disk damage does not change the mtime
+        os.utime(parquet_path, ns=(0, parquet_shard.file.modified_ns))
         with refused("data.damaged", "train.parquet", "row group 2", "CRC"):
             parquet_shard.read_group(2, "image")
         assert parquet_shard.read_group(3, "image").num_chunks

@@ -201,9 +201,8 @@ def test_rejects_invalid_rows_with_a_valid_checksum(
     table.rows[field][4] = value
     rewrite_table(file_descriptor, table)
     if (field, value) == ("offset", 0):
-        read_pixel_table(
-            file_descriptor, KEY, 10
-        )  # the row of another image; the image checksum detects that
+        # the row of another image; the image checksum detects that
+        read_pixel_table(file_descriptor, KEY, 10)
         return
     with pytest.raises(ValueError, match=r"impossible sizes|beyond the end"):
         read_pixel_table(file_descriptor, KEY, 10)

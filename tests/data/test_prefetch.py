@@ -214,9 +214,8 @@ class TestClosing:
                 next(image_batches)
             assert_no_threads_are_left()
             monkeypatch.setattr(StreamedImages, "load_group", load_group)
-            assert (
-                len(list(prefetcher.read_batches(sequential_batches(60, ROW_GROUP_SIZE)))) == 10
-            )  # the error is not cached
+            # the error is not cached
+            assert len(list(prefetcher.read_batches(sequential_batches(60, ROW_GROUP_SIZE)))) == 10
 
     def test_closing_does_not_wait_for_a_hanging_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,15 +43,17 @@ def test_class_draws_follow_the_sampling_probabilities() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_has_these_draws_and_cycles_through_the_images(kind: ClassSamplingKind) -> None:
-    seen = np.zeros(len(LABELS), dtype=np.int64)
+    draws_per_image = np.zeros(len(LABELS), dtype=np.int64)
     sampler = make_sampler(kind)
     for epoch in range(30):
         order = sampler.epoch_order(epoch)
         drawn = np.bincount(LABELS[order], minlength=5)
         assert (drawn == compute_class_draws(COUNTS, kind)).all()
-        seen += np.bincount(order, minlength=len(LABELS))
+        draws_per_image += np.bincount(order, minlength=len(LABELS))
         for label in np.flatnonzero(COUNTS):
-            assert np.ptp(seen[label == LABELS]) <= 1, "each image of a class equally often"
+            assert np.ptp(draws_per_image[label == LABELS]) <= 1, (
+                "each image of a class equally often"
+            )
     assert (sampler.epoch_order(0) != sampler.epoch_order(1)).any()
     assert (sampler.epoch_order(0) != make_sampler(kind, seed=4).epoch_order(0)).any()
     assert (sampler.epoch_order(7) == make_sampler(kind).epoch_order(7)).all(), (
@@ -73,8 +75,8 @@ def test_samples_do_not_depend_on_the_number_of_processes(kind: ClassSamplingKin
     for group_size in (1, 2):
         sampler = make_sampler(kind, group_size=group_size)
         for step in (0, 3, 4, 17):  # 4 crosses an epoch
-            (keys, indices), *rest = sampler.micro_batches(step)
-            assert not rest
+            (keys, indices), *other_batches = sampler.micro_batches(step)
+            assert not other_batches
             for world_size, micro_batch_size in ((2, None), (3, None), (2, 4)):
                 micro_batches = [
                     micro_batch
@@ -109,5 +111,5 @@ def test_descriptions() -> None:
     description = describe_class_draws(COUNTS, compute_class_draws(COUNTS, "class_balanced"), names)
     assert (
         description
-        == "an image of 'o\\x1bx' comes 22 times an epoch, of 'cat' 0.383 times an epoch"
+        == "an image of 'o\\x1bx' is drawn 22 times an epoch, one of 'cat' 0.383 times an epoch"
     )

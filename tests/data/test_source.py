@@ -141,23 +141,23 @@ def test_fingerprint_depends_on_every_image_label_and_order(tmp_path: Path) -> N
         return open_source(source).splits["train"].fingerprint
 
     first = fingerprint()
-    seen = {first}
+    fingerprints = {first}
     assert fingerprint() == first
     os.utime(tmp_path / "a/0.png", (0, 0))
     assert fingerprint() == first  # content, not dates
     write_file(tmp_path / "a/3.png", random_png(50))
-    seen.add(fingerprint())
+    fingerprints.add(fingerprint())
     (tmp_path / "a/3.png").unlink()
     assert fingerprint() == first
     (tmp_path / "b/0.png").unlink()
-    seen.add(fingerprint())
+    fingerprints.add(fingerprint())
     write_file(tmp_path / "b/0.png", random_png(51))
-    seen.add(fingerprint())
+    fingerprints.add(fingerprint())
     split = open_source(source).splits["train"]
-    seen.add(split.subset(np.arange(6)[::-1]).fingerprint)
+    fingerprints.add(split.subset(np.arange(6)[::-1]).fingerprint)
     swapped = Split("train", split.labels[::-1].copy(), split.images)
-    seen.add(swapped.fingerprint)
-    assert len(seen) == 6
+    fingerprints.add(swapped.fingerprint)
+    assert len(fingerprints) == 6
 
 
 def test_fingerprint_with_unreadable_files_does_not_hang(tmp_path: Path) -> None:

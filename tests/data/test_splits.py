@@ -127,11 +127,13 @@ def test_subsample_is_determined_by_the_seed_and_keeps_the_order() -> None:
     assert rows(0) == rows(0) == sorted(rows(0))
     assert rows(0) != rows(1)
     assert len(set(rows(0))) == 100
-    both = hold_out_validation(subsample(source, "train", 100, 0), 0.2, 0)
-    assert [len(both.splits[name]) for name in ("train", "val")] == [80, 20]
-    assert len(both.splits["test"]) == len(source.splits["test"])
-    kept = np.concatenate([both.splits[name].rows for name in ("train", "val")])
-    assert len(np.unique(kept)) == 100
+    with_validation = hold_out_validation(subsample(source, "train", 100, 0), 0.2, 0)
+    assert [len(with_validation.splits[name]) for name in ("train", "val")] == [80, 20]
+    assert len(with_validation.splits["test"]) == len(source.splits["test"])
+    train_and_val_rows = np.concatenate(
+        [with_validation.splits[name].rows for name in ("train", "val")]
+    )
+    assert len(np.unique(train_and_val_rows)) == 100
 
 
 def test_subsample_rejects_too_few_and_too_many_images(tmp_path: Path) -> None:

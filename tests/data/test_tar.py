@@ -283,8 +283,8 @@ class TestHttpServer:
     def test_reads_no_headers_the_second_time(self, server: RangeServer) -> None:
         first = open_source(f"tar:{server.url}/{PATTERN}").splits["train"]
         server.requests.clear()
-        again = open_source(f"tar:{server.url}/{PATTERN}").splits["train"]
-        assert again.fingerprint == first.fingerprint
+        reopened = open_source(f"tar:{server.url}/{PATTERN}").splits["train"]
+        assert reopened.fingerprint == first.fingerprint
         assert sorted({request[1:] for request in server.requests}) == [(0, 0)]
         server.requests.clear()
         server.validator = "two"  # as if the content had changed
@@ -303,11 +303,11 @@ class TestHttpServer:
             ]
             write_file(server.folder / f"{number}/set.tar", tar_bytes(members))
         server.validator = ""
-        first, again, other = (
+        first, reopened, other_split = (
             open_source(f"tar:{server.url}/{folder}/set.tar").splits["train"] for folder in "001"
         )
-        assert first.fingerprint == again.fingerprint
-        assert len({first.cache_key, again.cache_key, other.cache_key}) == 3
+        assert first.fingerprint == reopened.fingerprint
+        assert len({first.cache_key, reopened.cache_key, other_split.cache_key}) == 3
         assert not first.is_unchanged()
 
     def test_distinguishes_queries_of_one_path(self, server: RangeServer) -> None:

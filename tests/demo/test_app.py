@@ -1,4 +1,4 @@
-"""The demo's page in a real browser, and what its functions answer."""
+"""The demo page in a real browser, and its event handlers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with examples beside it."""
+    """A model with an examples folder."""
     folder = tmp_path_factory.mktemp("models") / "odd-names"
     name = save_small_model(folder)
     (folder / "examples").mkdir()
     for number in range(3):
-        paint(folder / "examples" / f"{number}.png", number)
+        save_random_image(folder / "examples" / f"{number}.png", number)
     return name
 
 
@@ -46,14 +46,14 @@ def classifier(model: str) -> Classifier:
     return Classifier.load(model, device="cpu")
 
 
-def paint(file: Path, seed: int = 0) -> Path:
+def save_random_image(file: Path, seed: int = 0) -> Path:
     pixels = np.random.default_rng(seed).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
     return file
 
 
-def turned(file: Path) -> Path:
-    """A JPEG with a camera's orientation."""
+def save_rotated_jpeg(file: Path) -> Path:
+    """Save a JPEG with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = np.random.default_rng(3).integers(0, 256, (40, 64, 3), dtype=np.uint8)
@@ -61,69 +61,70 @@ def turned(file: Path) -> Path:
     return file
 
 
-class TestAnswers:
+class TestEventHandlers:
     @pytest.fixture
-    def answers(self, classifier: Classifier, model: str) -> _EventHandlers:
+    def handlers(self, classifier: Classifier, model: str) -> _EventHandlers:
         pytest.importorskip("gradio")
         examples = sorted(Path(model).glob("examples/*.png"))
         return _EventHandlers(import_gradio(), DemoPredictor(classifier), examples)
 
-    def test_a_picture_that_a_browser_shows_stays(
-        self, answers: _EventHandlers, tmp_path: Path
+    def test_browser_formats_keep_the_uploaded_image(
+        self, handlers: _EventHandlers, tmp_path: Path
     ) -> None:
         for name in ("a.png", "a.jpg", "a.webp", "a.gif", "a.bmp"):
-            kept, shown = answers.on_upload({"path": str(paint(tmp_path / name))})
-            assert kept == import_gradio().update()
-            assert "ft-result" in shown
+            image_update, html = handlers.on_upload(
+                {"path": str(save_random_image(tmp_path / name))}
+            )
+            assert image_update == import_gradio().update()
+            assert "ft-result" in html
 
-    def test_another_is_shown_as_it_was_decoded(
-        self, answers: _EventHandlers, tmp_path: Path
+    def test_other_formats_are_shown_decoded(
+        self, handlers: _EventHandlers, tmp_path: Path
     ) -> None:
-        file = paint(tmp_path / "a.tiff")
-        kept, shown = answers.on_upload({"path": str(file)})
-        assert np.array_equal(kept, np.asarray(Image.open(file)))
-        assert "ft-result" in shown
+        file = save_random_image(tmp_path / "a.tiff")
+        image_update, html = handlers.on_upload({"path": str(file)})
+        assert np.array_equal(image_update, np.asarray(Image.open(file)))
+        assert "ft-result" in html
         Image.new("RGB", (3000, 20)).save(tmp_path / "b.tiff")
-        assert answers.on_upload({"path": str(tmp_path / "b.tiff")})[0].shape == (7, 1000, 3)
+        assert handlers.on_upload({"path": str(tmp_path / "b.tiff")})[0].shape == (7, 1000, 3)
 
-    def test_what_is_no_picture_is_refused_in_words(
-        self, answers: _EventHandlers, tmp_path: Path
-    ) -> None:
+    def test_invalid_image_shows_an_error(self, handlers: _EventHandlers, tmp_path: Path) -> None:
         file = tmp_path / "a.png"
         file.write_bytes(b"<script>alert(1)</script>")
-        kept, shown = answers.on_upload({"path": str(file)})
-        assert kept is None
-        assert "not an image" in shown
-        assert "<script>" not in shown
+        image_update, html = handlers.on_upload({"path": str(file)})
+        assert image_update is None
+        assert "not an image" in html
+        assert "<script>" not in html
         with pytest.raises(import_gradio().Error, match="not an image") as caught:
-            answers.on_api_call({"path": str(file)})
+            handlers.on_api_call({"path": str(file)})
         assert "<script>" not in str(caught.value)
 
-    def test_without_a_picture(self, answers: _EventHandlers) -> None:
-        assert answers.on_upload(None)[1] == page.EMPTY_RESULT
+    def test_missing_image(self, handlers: _EventHandlers) -> None:
+        assert handlers.on_upload(None)[1] == page.EMPTY_RESULT
         with pytest.raises(import_gradio().Error, match="no picture"):
-            answers.on_api_call(None)
+            handlers.on_api_call(None)
 
-    def test_a_program_gets_figures(
-        self, answers: _EventHandlers, classifier: Classifier, tmp_path: Path
+    def test_api_returns_labels_and_confidences(
+        self, handlers: _EventHandlers, classifier: Classifier, tmp_path: Path
     ) -> None:
-        file = turned(tmp_path / "turned.jpg")
+        file = save_rotated_jpeg(tmp_path / "turned.jpg")
         (row,) = classifier.predict(file, top_k=5)
-        assert answers.on_api_call({"path": str(file)}) == [
-            {"label": one["label"], "confidence": one["confidence"]} for one in row["predictions"]
+        assert handlers.on_api_call({"path": str(file)}) == [
+            {"label": prediction["label"], "confidence": prediction["confidence"]}
+            for prediction in row["predictions"]
         ]
 
-    def test_an_example_is_answered(self, answers: _EventHandlers, model: str) -> None:
-        path, shown = answers.on_example_click(1)
+    def test_example_click_is_classified(self, handlers: _EventHandlers, model: str) -> None:
+        path, html = handlers.on_example_click(1)
         assert path == str(Path(model) / "examples" / "1.png")
-        assert "ft-result" in shown
+        assert "ft-result" in html
         for number in (-1, 3):
-            path, shown = answers.on_example_click(number)
+            path, html = handlers.on_example_click(number)
             assert path is None
-            assert "ft-refusal" in shown
+            assert "ft-refusal" in html
 
 
-def test_one_function_is_open_to_programs(classifier: Classifier) -> None:
+def test_api_exposes_only_predict(classifier: Classifier) -> None:
     pytest.importorskip("gradio")
     app = build_app(classifier, PageContent(title="a", examples=[]))
     named = app.get_api_info()["named_endpoints"]
@@ -131,14 +132,14 @@ def test_one_function_is_open_to_programs(classifier: Classifier) -> None:
     assert not app.analytics_enabled
 
 
-def test_the_theme_has_fonts_of_the_system_only() -> None:
+def test_theme_uses_system_fonts_only() -> None:
     gr = pytest.importorskip("gradio")
     theme = theme_options(gr)["theme"]
     assert not theme._stylesheets
     assert "http" not in theme._get_theme_css().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_without_gradio_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gradio_shows_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     with refused("setup.missing_package", "finetune-vision[demo]"):
         import_gradio()
@@ -161,18 +162,18 @@ def chromium() -> Iterator[Any]:
 class TestBrowser:
     @pytest.fixture
     def tab(self, chromium: Any, server: DemoServer) -> Iterator[Any]:
-        """A page with the demo, and what it asked for."""
+        """The demo in a browser tab, with the URLs that it requested."""
         tab = chromium.new_page(viewport={"width": 1280, "height": 900})
-        asked: list[str] = []
+        requested_urls: list[str] = []
         errors: list[str] = []
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("request", lambda request: requested_urls.append(request.url))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.goto(server.url)
         tab.wait_for_selector("#ft-picture input[type=file]", state="attached")
-        yield SimpleNamespace(page=tab, asked=asked)
-        own = (server.url, "data:", f"blob:{server.url}")
-        assert len(asked) > 10
-        assert [address for address in asked if not address.startswith(own)] == []
+        yield SimpleNamespace(page=tab, requested_urls=requested_urls)
+        own_prefixes = (server.url, "data:", f"blob:{server.url}")
+        assert len(requested_urls) > 10
+        assert [address for address in requested_urls if not address.startswith(own_prefixes)] == []
         assert errors == []
         tab.close()
 
@@ -180,26 +181,28 @@ class TestBrowser:
     def drop(tab: Any, file: Path) -> None:
         tab.page.set_input_files("#ft-picture input[type=file]", str(file))
 
-    def test_a_picture_is_classified_and_mapped(
+    def test_image_is_classified_with_an_attention_map(
         self, tab: Any, classifier: Classifier, tmp_path: Path
     ) -> None:
-        """The original bytes arrive: a turned JPEG gives the numbers of `predict`."""
-        file = turned(tmp_path / "turned.jpg")
+        """The original bytes arrive: a JPEG with an EXIF rotation gives the result of `predict`."""
+        file = save_rotated_jpeg(tmp_path / "turned.jpg")
         self.drop(tab, file)
         tab.page.wait_for_selector(".ft-result")
         (row,) = classifier.predict(file, top_k=5)
         names = [item.inner_text() for item in tab.page.query_selector_all(".ft-name")]
         shares = [item.inner_text() for item in tab.page.query_selector_all(".ft-share")]
-        assert names == [one["label"] for one in row["predictions"]]
-        assert shares == [format_probability(one["confidence"]) for one in row["predictions"]]
-        assert sorted(names) == sorted(ODD_NAMES)  # as text: none of them became markup
+        assert names == [prediction["label"] for prediction in row["predictions"]]
+        assert shares == [
+            format_probability(prediction["confidence"]) for prediction in row["predictions"]
+        ]
+        assert sorted(names) == sorted(ODD_NAMES)  # as text, not as markup
         assert tab.page.title() != "broken"
         assert tab.page.query_selector("#ft-answer img[src=x]") is None
         for picture in tab.page.query_selector_all(".ft-figure img"):
             assert picture.evaluate("image => image.complete && image.naturalWidth") > 0
         assert len(tab.page.query_selector_all(".ft-stack img")) == 2
 
-    def test_nothing_of_gradio_s_own_is_seen(self, tab: Any) -> None:
+    def test_gradio_branding_is_hidden(self, tab: Any) -> None:
         tab.page.wait_for_timeout(300)
         text = tab.page.inner_text("body")
         assert "Gradio" not in text
@@ -207,7 +210,7 @@ class TestBrowser:
         assert "odd-names" in text
         assert "Pictures stay on this machine" in text
 
-    def test_examples_and_another_picture(self, tab: Any) -> None:
+    def test_example_click_and_clear(self, tab: Any) -> None:
         tab.page.click("#ft-examples .gallery-item >> nth=1")
         tab.page.wait_for_selector(".ft-result")
         tab.page.wait_for_selector("#ft-picture .image-frame img")
@@ -216,13 +219,13 @@ class TestBrowser:
         assert tab.page.query_selector(".ft-result") is None
 
     @pytest.mark.parametrize("is_cut, words", [(False, "9000 x 9000 pixels"), (True, "truncated")])
-    def test_a_file_that_is_no_picture_is_refused(
+    def test_invalid_file_shows_an_error(
         self, tab: Any, tmp_path: Path, is_cut: bool, words: str
     ) -> None:
-        """Others: tests/demo/test_inference.py."""
+        """For other invalid files, see tests/demo/test_inference.py."""
         file = tmp_path / "a.png"
         if is_cut:
-            file.write_bytes(paint(file).read_bytes()[:3000])
+            file.write_bytes(save_random_image(file).read_bytes()[:3000])
         else:
             Image.new("1", (9000, 9000)).save(file)
         self.drop(tab, file)
@@ -233,13 +236,13 @@ class TestBrowser:
         assert "Traceback" not in tab.page.inner_text("body")
         assert str(tmp_path) not in text
         # and the page still works
-        self.drop(tab, paint(tmp_path / "good.png"))
+        self.drop(tab, save_random_image(tmp_path / "good.png"))
         tab.page.wait_for_selector(".ft-result")
 
     @pytest.mark.parametrize(
         "name, words", [("notes.txt", "notes.txt"), ("big.png", "maximum allowed size of 10")]
     )
-    def test_what_is_not_even_sent_is_refused(
+    def test_browser_rejects_wrong_types_and_large_files(
         self, tab: Any, tmp_path: Path, name: str, words: str
     ) -> None:
         file = tmp_path / name
@@ -258,21 +261,23 @@ class TestBrowser:
             pytest.param(390, "light", marks=pytest.mark.faults),
         ],
     )
-    def test_it_fits_the_screen_and_can_be_read(
+    def test_layout_fits_the_screen_with_readable_contrast(
         self, chromium: Any, server: DemoServer, tmp_path: Path, width: int, scheme: str
     ) -> None:
         tab = chromium.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
         tab.goto(server.url)
         tab.wait_for_selector("#ft-picture input[type=file]", state="attached")
-        tab.set_input_files("#ft-picture input[type=file]", str(paint(tmp_path / "a.png")))
+        tab.set_input_files(
+            "#ft-picture input[type=file]", str(save_random_image(tmp_path / "a.png"))
+        )
         tab.wait_for_selector(".ft-result")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        for place in ("h1", ".ft-facts", ".ft-name", ".ft-figure figcaption", ".ft-foot p"):
-            assert tab.evaluate(CONTRAST, place) >= 4.5, place
+        for selector in ("h1", ".ft-facts", ".ft-name", ".ft-figure figcaption", ".ft-foot p"):
+            assert tab.evaluate(CONTRAST, selector) >= 4.5, selector
         tab.close()
 
 
-# WCAG's ratio between an element's text and the page behind it.
+# WCAG contrast ratio between the text of an element and the page background.
 CONTRAST = """place => {
   const level = text => {
     const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(Number).map(v => {

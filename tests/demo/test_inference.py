@@ -1,4 +1,4 @@
-"""One picture read: the numbers of `predict`, the pixels of the pipeline, the map of attention."""
+"""The demo predictor: confidences of `predict`, pixels of the pipeline, and attention map."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
 
 
 @pytest.fixture
-def turned(tmp_path: Path) -> Path:
-    """A JPEG that its camera says to turn: red above blue once upright."""
+def rotated_jpeg(tmp_path: Path) -> Path:
+    """A JPEG with an EXIF rotation: red above blue once upright."""
     pixels = np.zeros((40, 64, 3), np.uint8)
     pixels[:, :32, 0] = 255
     pixels[:, 32:, 2] = 255
@@ -39,44 +39,53 @@ def turned(tmp_path: Path) -> Path:
     return file
 
 
-def test_it_answers_as_predict_does(classifier: Classifier, turned: Path) -> None:
-    reading = DemoPredictor(classifier).predict(turned)
-    (row,) = classifier.predict(turned, top_k=TOP_K)
-    assert [name for name, _ in reading.top] == [one["label"] for one in row["predictions"]]
-    assert [share for _, share in reading.top] == [one["confidence"] for one in row["predictions"]]
-    assert sorted(name for name, _ in reading.top) == sorted(ODD_NAMES)
+def test_matches_classifier_predict(classifier: Classifier, rotated_jpeg: Path) -> None:
+    prediction = DemoPredictor(classifier).predict(rotated_jpeg)
+    (row,) = classifier.predict(rotated_jpeg, top_k=TOP_K)
+    assert [name for name, _ in prediction.top] == [
+        expected["label"] for expected in row["predictions"]
+    ]
+    assert [confidence for _, confidence in prediction.top] == [
+        expected["confidence"] for expected in row["predictions"]
+    ]
+    assert sorted(name for name, _ in prediction.top) == sorted(ODD_NAMES)
 
 
-def test_it_sees_the_upright_pixels_of_the_pipeline(classifier: Classifier, turned: Path) -> None:
-    reading = DemoPredictor(classifier).predict(turned)
+def test_input_pixels_are_upright_and_from_the_pipeline(
+    classifier: Classifier, rotated_jpeg: Path
+) -> None:
+    prediction = DemoPredictor(classifier).predict(rotated_jpeg)
     height, width = classifier.pipeline.image_size
-    assert reading.input_HWC.shape == (height, width, 3)
-    top, bottom = reading.input_HWC[: height // 4], reading.input_HWC[-height // 4 :]
+    assert prediction.input_HWC.shape == (height, width, 3)
+    top, bottom = prediction.input_HWC[: height // 4], prediction.input_HWC[-height // 4 :]
     assert top[..., 0].mean() > 200 > 50 > top[..., 2].mean()
     assert bottom[..., 2].mean() > 200 > 50 > bottom[..., 0].mean()
-    pixels = torch.from_numpy(decode_image(turned)).permute(2, 0, 1)[None]
-    normalised = classifier.pipeline(pixels)[0]
-    back = normalised * 0.5 + 0.5  # the network's mean and std
-    seen = torch.from_numpy(reading.input_HWC).permute(2, 0, 1) / 255
+    pixels = torch.from_numpy(decode_image(rotated_jpeg)).permute(2, 0, 1)[None]
+    normalized = classifier.pipeline(pixels)[0]
+    denormalized = normalized * 0.5 + 0.5  # the network's mean and std
+    input_pixels = torch.from_numpy(prediction.input_HWC).permute(2, 0, 1) / 255
     # rounded to whole levels, and clipped where the resampling overshoots
-    assert float((back.clamp(0, 1) - seen).abs().max()) <= 0.51 / 255
+    assert float((denormalized.clamp(0, 1) - input_pixels).abs().max()) <= 0.51 / 255
 
 
-def test_it_looked_where_the_rollout_says(classifier: Classifier, turned: Path) -> None:
-    reading = DemoPredictor(classifier).predict(turned)
-    pixels = torch.from_numpy(decode_image(turned)).permute(2, 0, 1)[None]
+def test_attention_map_matches_the_rollout(classifier: Classifier, rotated_jpeg: Path) -> None:
+    prediction = DemoPredictor(classifier).predict(rotated_jpeg)
+    pixels = torch.from_numpy(decode_image(rotated_jpeg)).permute(2, 0, 1)[None]
     expected = attention_rollout(classifier.network, classifier.pipeline(pixels))
     assert expected is not None
-    assert reading.attention_HW is not None
-    assert np.array_equal(reading.attention_HW, expected[0].numpy())
+    assert prediction.attention_HW is not None
+    assert np.array_equal(prediction.attention_HW, expected[0].numpy())
 
 
-def test_a_network_without_attention_has_no_map(tmp_path: Path, turned: Path) -> None:
+def test_network_without_attention_has_no_map(tmp_path: Path, rotated_jpeg: Path) -> None:
     model = save_small_model(tmp_path / "resnet", "resnet")
-    assert DemoPredictor(Classifier.load(model, device="cpu")).predict(turned).attention_HW is None
+    assert (
+        DemoPredictor(Classifier.load(model, device="cpu")).predict(rotated_jpeg).attention_HW
+        is None
+    )
 
 
-def test_a_temperature_softens(classifier: Classifier, turned: Path) -> None:
+def test_temperature_softens_confidences(classifier: Classifier, rotated_jpeg: Path) -> None:
     soft = Classifier(
         classifier.network,
         classifier.pipeline,
@@ -85,52 +94,50 @@ def test_a_temperature_softens(classifier: Classifier, turned: Path) -> None:
         temperature=4.0,
     )
     sharp, softer = (
-        DemoPredictor(classifier).predict(turned).top,
-        DemoPredictor(soft).predict(turned).top,
+        DemoPredictor(classifier).predict(rotated_jpeg).top,
+        DemoPredictor(soft).predict(rotated_jpeg).top,
     )
     assert [name for name, _ in softer] == [name for name, _ in sharp]
     assert softer[0][1] < sharp[0][1]
-    assert softer[0][1] == soft.predict(turned, top_k=1)[0]["predictions"][0]["confidence"]
+    assert softer[0][1] == soft.predict(rotated_jpeg, top_k=1)[0]["predictions"][0]["confidence"]
 
 
-def test_what_is_no_picture_is_refused_without_its_name(
-    classifier: Classifier, tmp_path: Path
-) -> None:
-    reader = DemoPredictor(classifier)
+def test_invalid_image_error_hides_the_path(classifier: Classifier, tmp_path: Path) -> None:
+    predictor = DemoPredictor(classifier)
     page, many, cut = tmp_path / "page.png", tmp_path / "many.png", tmp_path / "cut.jpg"
     page.write_text("<html>moved</html>")
     Image.new("1", (9000, 9000)).save(many)
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 80, 3), np.uint8)).save(cut)
     cut.write_bytes(cut.read_bytes()[:900])
-    for file, named in ((page, "HTML page"), (many, "9000 x 9000 pixels"), (cut, "truncated")):
-        with pytest.raises(DataError, match=named) as caught:
-            reader.predict(file)
+    for file, message in ((page, "HTML page"), (many, "9000 x 9000 pixels"), (cut, "truncated")):
+        with pytest.raises(DataError, match=message) as caught:
+            predictor.predict(file)
         assert caught.value.code.startswith("data.")
         assert str(tmp_path) not in str(caught.value)
         assert not str(caught.value).startswith("file")
 
 
-def test_damaged_weights_are_named(tmp_path: Path, turned: Path) -> None:
+def test_non_finite_weights_are_an_error(tmp_path: Path, rotated_jpeg: Path) -> None:
     classifier = Classifier.load(save_small_model(tmp_path / "vit"), device="cpu")
     with torch.no_grad():
         next(classifier.network.parameters()).fill_(float("nan"))
     with refused("weights.not_finite"):
-        DemoPredictor(classifier).predict(turned)
+        DemoPredictor(classifier).predict(rotated_jpeg)
 
 
-def test_threads_get_their_own_answers(classifier: Classifier, tmp_path: Path) -> None:
-    reader, files = DemoPredictor(classifier), []
+def test_concurrent_predictions_are_independent(classifier: Classifier, tmp_path: Path) -> None:
+    predictor, files = DemoPredictor(classifier), []
     for number in range(12):
         pixels = np.random.default_rng(number).integers(0, 256, (30 + number, 40, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
         files.append(tmp_path / f"{number}.png")
-    alone = [reader.predict(file) for file in files]
+    sequential = [predictor.predict(file) for file in files]
     with ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(reader.predict, files))
-    assert len({reading.top[0][1] for reading in alone}) == 12
-    for one, other in zip(alone, together, strict=True):
-        assert one.top == other.top
-        assert np.array_equal(one.input_HWC, other.input_HWC)
-        assert one.attention_HW is not None
-        assert other.attention_HW is not None
-        assert np.array_equal(one.attention_HW, other.attention_HW)
+        concurrent = list(pool.map(predictor.predict, files))
+    assert len({prediction.top[0][1] for prediction in sequential}) == 12
+    for expected, actual in zip(sequential, concurrent, strict=True):
+        assert expected.top == actual.top
+        assert np.array_equal(expected.input_HWC, actual.input_HWC)
+        assert expected.attention_HW is not None
+        assert actual.attention_HW is not None
+        assert np.array_equal(expected.attention_HW, actual.attention_HW)

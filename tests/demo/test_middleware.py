@@ -1,4 +1,4 @@
-"""The gate before Gradio: what passes, what is refused, and with which words."""
+"""The allowlist in front of Gradio: what passes, what is rejected, and with which message."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from finetune.demo.uploads import UploadFolder
 INPUTS = {0: ["image"], 1: [], 2: ["dataset"]}
 
 
-class Behind:
-    """Stands for Gradio: remembers what came through and reads the whole body."""
+class RecordingApp:
+    """Replaces Gradio: reads each body and records the request."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, str, bytes]] = []
+        self.passed: list[tuple[str, str, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", scope["method"] == "POST"
@@ -30,7 +30,7 @@ class Behind:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        self.seen.append((scope["method"], scope["path"], body))
+        self.passed.append((scope["method"], scope["path"], body))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"behind"})
 
@@ -46,7 +46,7 @@ def uploads(tmp_path: Path) -> Path:
     return folder
 
 
-def drive(
+def send_request(
     app: Any,
     receive: Any,
     uploads: UploadFolder,
@@ -56,20 +56,20 @@ def drive(
     headers: Iterable[tuple[bytes, bytes]] = (),
     **options: Any,
 ) -> list[Any]:
-    """One request at the gate before an app. Returns: what is sent."""
+    """Send one request through the allowlist to an app. Returns: the response messages."""
     settings = {"max_upload_bytes": 1000, "loopback_only": True, "send_csp": True, **options}
-    gate = AllowlistMiddleware(app, uploads=uploads, input_types=INPUTS, **settings)
+    allowlist = AllowlistMiddleware(app, uploads=uploads, input_types=INPUTS, **settings)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(gate(scope, receive, send))
+    asyncio.run(allowlist(scope, receive, send))
     return sent
 
 
-def ask(
+def request(
     uploads: Path | UploadFolder,
     path: str,
     method: str = "GET",
@@ -80,8 +80,8 @@ def ask(
     length: int | None = -1,
     **options: Any,
 ) -> tuple[int, str, dict[str, str], list[tuple[str, str, bytes]]]:
-    """One request. Returns: status, text, headers, what came through."""
-    behind = Behind()
+    """Send one request. Returns: status, text, headers, and the requests that passed."""
+    recording_app = RecordingApp()
     if not isinstance(uploads, UploadFolder):
         uploads = UploadFolder(uploads, max_total_bytes=2**30, max_per_minute=99)
     headers = [(b"host", host.encode())]
@@ -89,17 +89,17 @@ def ask(
     if method == "POST" and length is not None:
         headers.append((b"content-length", str(len(body) if length < 0 else length).encode()))
     half = len(body) // 2
-    waiting = [
+    messages = [
         {"type": "http.request", "body": body[:half], "more_body": True},
         {"type": "http.request", "body": body[half:], "more_body": False},
     ]
 
     async def receive() -> Any:
-        return waiting.pop(0)
+        return messages.pop(0)
 
-    sent = drive(behind, receive, uploads, path, method, headers=headers, **options)
-    answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], sent[1]["body"].decode(), answered, behind.seen
+    sent = send_request(recording_app, receive, uploads, path, method, headers=headers, **options)
+    response_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], sent[1]["body"].decode(), response_headers, recording_app.passed
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def ask(
         "/gradio_api/call/predict/0f0f",
     ],
 )
-def test_what_the_page_asks_for_passes(uploads: Path, path: str) -> None:
-    status, text, _, seen = ask(uploads, path)
+def test_paths_of_the_page_pass(uploads: Path, path: str) -> None:
+    status, text, _, passed = request(uploads, path)
     assert (status, text) == (200, "behind")
-    assert seen == [("GET", path, b"")]
+    assert passed == [("GET", path, b"")]
 
 
 @pytest.mark.parametrize(
@@ -139,20 +139,20 @@ def test_what_the_page_asks_for_passes(uploads: Path, path: str) -> None:
         "/config/../monitoring",
     ],
 )
-def test_nothing_else_is_reached(uploads: Path, path: str) -> None:
+def test_other_paths_are_not_found(uploads: Path, path: str) -> None:
     for method in ("GET", "HEAD", "POST"):
-        status, text, _, seen = ask(uploads, path, method)
-        assert (status, seen) == (404, [])
+        status, text, _, passed = request(uploads, path, method)
+        assert (status, passed) == (404, [])
         assert text == "there is no such page\n"
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH"])
-def test_other_methods_are_refused(uploads: Path, method: str) -> None:
-    status, _, _, seen = ask(uploads, "/config", method)
-    assert (status, seen) == (405, [])
+def test_other_methods_are_rejected(uploads: Path, method: str) -> None:
+    status, _, _, passed = request(uploads, "/config", method)
+    assert (status, passed) == (405, [])
 
 
-def outside(uploads: Path) -> list[str]:
+def paths_outside_uploads(uploads: Path) -> list[str]:
     return [
         "/etc/passwd",
         "../../etc/passwd",
@@ -170,39 +170,39 @@ def outside(uploads: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_only_uploads_are_sent(uploads: Path, number: int) -> None:
-    path = outside(uploads)[number]
+def test_only_uploads_can_be_downloaded(uploads: Path, number: int) -> None:
+    path = paths_outside_uploads(uploads)[number]
     for prefix in ("/gradio_api/file=", "/file="):
-        status, text, _, seen = ask(uploads, prefix + path)
-        assert (status, seen) == (403, [])
+        status, text, _, passed = request(uploads, prefix + path)
+        assert (status, passed) == (403, [])
         assert text == "only uploaded pictures can be read\n"
-    status, _, headers, seen = ask(uploads, f"/gradio_api/file={uploads}/cat.png")
-    assert (status, len(seen)) == (200, 1)
+    status, _, headers, passed = request(uploads, f"/gradio_api/file={uploads}/cat.png")
+    assert (status, len(passed)) == (200, 1)
     assert "sandbox" in headers["content-security-policy"]  # an upload is never a page
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_only_uploads_are_read(uploads: Path, number: int) -> None:
-    picture = {"path": outside(uploads)[number], "meta": {}}
+def test_only_uploads_can_be_classified(uploads: Path, number: int) -> None:
+    picture = {"path": paths_outside_uploads(uploads)[number], "meta": {}}
     body = json.dumps({"data": [picture], "fn_index": 0}).encode()
-    for place in ("queue/join", "call/predict"):
-        status, _, _, seen = ask(uploads, f"/gradio_api/{place}", "POST", body)
-        assert (status, seen) == (403, [])
+    for endpoint in ("queue/join", "call/predict"):
+        status, _, _, passed = request(uploads, f"/gradio_api/{endpoint}", "POST", body)
+        assert (status, passed) == (403, [])
 
 
-def test_only_what_is_known_of_a_body_arrives(uploads: Path) -> None:
-    known = {"session_hash": "a1", "fn_index": 0, "trigger_id": 4}
+def test_unknown_body_fields_are_removed(uploads: Path) -> None:
+    known_fields = {"session_hash": "a1", "fn_index": 0, "trigger_id": 4}
     picture = {"path": f"{uploads}/cat.png", "meta": {"_type": "gradio.FileData"}}
     more = {"url": "http://127.0.0.1:1/", "size": "large", "orig_name": ["a"]}
-    content = {**known, "data": [picture | more], "event_data": 5, "batched": True}
+    content = {**known_fields, "data": [picture | more], "event_data": 5, "batched": True}
     body = json.dumps(content).encode()
-    status, _, _, seen = ask(uploads, "/gradio_api/queue/join", "POST", body)
+    status, _, _, passed = request(uploads, "/gradio_api/queue/join", "POST", body)
     assert status == 200
-    assert json.loads(seen[0][2]) == {**known, "data": [picture]}
+    assert json.loads(passed[0][2]) == {**known_fields, "data": [picture]}
 
 
 @pytest.mark.parametrize(
-    "place, body, status",
+    "endpoint, body, status",
     [
         ("queue/join", b"{", 400),
         ("queue/join", b"", 400),
@@ -229,47 +229,43 @@ def test_only_what_is_known_of_a_body_arrives(uploads: Path) -> None:
         ("cancel", b'{"event_id": 1e999}', 422),
     ],
 )
-def test_a_body_that_is_no_call_is_refused(
-    uploads: Path, place: str, body: bytes, status: int
-) -> None:
-    got, text, _, seen = ask(uploads, f"/gradio_api/{place}", "POST", body)
-    assert (got, seen) == (status, [])
+def test_invalid_body_is_rejected(uploads: Path, endpoint: str, body: bytes, status: int) -> None:
+    actual_status, text, _, passed = request(uploads, f"/gradio_api/{endpoint}", "POST", body)
+    assert (actual_status, passed) == (status, [])
     assert len(text.splitlines()) == 1
 
 
-def test_a_body_without_a_length_is_refused(uploads: Path) -> None:
-    """One sent in chunks is as long as it likes, whatever its header says."""
-    for place in ("upload", "queue/join"):
-        path = f"/gradio_api/{place}"
-        assert ask(uploads, path, "POST", b"x", length=None)[0] == 411
-        assert ask(uploads, path, "POST", b"x", more={"transfer-encoding": "chunked"})[0] == 411
+def test_body_without_content_length_is_rejected(uploads: Path) -> None:
+    """A chunked body can have any length, whatever its header says."""
+    for endpoint in ("upload", "queue/join"):
+        path = f"/gradio_api/{endpoint}"
+        assert request(uploads, path, "POST", b"x", length=None)[0] == 411
+        assert request(uploads, path, "POST", b"x", more={"transfer-encoding": "chunked"})[0] == 411
 
 
-def test_an_upload_has_a_limit(uploads: Path) -> None:
-    small = ask(uploads, "/gradio_api/upload", "POST", b"x" * 900)
+def test_upload_size_limit(uploads: Path) -> None:
+    small = request(uploads, "/gradio_api/upload", "POST", b"x" * 900)
     assert small[0] == 200
     assert small[3][0][2] == b"x" * 900
-    status, text, _, seen = ask(
+    status, text, _, passed = request(
         uploads, "/gradio_api/upload", "POST", length=11 * 2**20, max_upload_bytes=10 * 2**20
     )
-    assert (status, seen) == (413, [])
+    assert (status, passed) == (413, [])
     assert text == "more than 10 MB; send a smaller picture\n"
 
 
-def test_uploads_have_a_limit_together_and_in_a_minute(uploads: Path) -> None:
-    few = UploadFolder(uploads, max_total_bytes=2**20, max_per_minute=2)
-    results = [ask(few, "/gradio_api/upload", "POST", b"x" * 900) for _ in range(3)]
+def test_total_size_and_rate_limits(uploads: Path) -> None:
+    limited = UploadFolder(uploads, max_total_bytes=2**20, max_per_minute=2)
+    results = [request(limited, "/gradio_api/upload", "POST", b"x" * 900) for _ in range(3)]
     assert [status for status, *_ in results] == [200, 200, 429]
     assert 59 <= int(results[2][2]["retry-after"]) <= 60
     small = UploadFolder(uploads, max_total_bytes=899, max_per_minute=9)
-    status, _, headers, seen = ask(small, "/gradio_api/upload", "POST", b"x" * 900)
-    assert (status, seen) == (429, [])
+    status, _, headers, passed = request(small, "/gradio_api/upload", "POST", b"x" * 900)
+    assert (status, passed) == (429, [])
     assert headers["retry-after"] == "5"
 
 
-def test_an_upload_that_stalls_gives_its_room_back(
-    uploads: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_upload_releases_its_space(uploads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "_UPLOAD_TIMEOUT_SECONDS", 0.05)
     limits = UploadFolder(uploads, max_total_bytes=1000, max_per_minute=9)
 
@@ -277,15 +273,15 @@ def test_an_upload_that_stalls_gives_its_room_back(
         await asyncio.sleep(30)
 
     headers = [(b"content-length", b"900")]
-    sent = drive(Behind(), receive, limits, loopback_only=False, headers=headers)
+    sent = send_request(RecordingApp(), receive, limits, loopback_only=False, headers=headers)
     assert sent[0]["status"] == 408
-    assert ask(limits, "/gradio_api/upload", "POST", b"x" * 900)[0] == 200
+    assert request(limits, "/gradio_api/upload", "POST", b"x" * 900)[0] == 200
 
 
-def test_a_client_that_has_gone_leaves_no_line(
+def test_disconnected_client_logs_nothing(
     uploads: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def reads(scope: Any, receive: Any, send: Any) -> None:
+    async def failing_app(scope: Any, receive: Any, send: Any) -> None:
         if (await receive())["type"] == "http.disconnect":
             raise ConnectionError("the client has disconnected")
 
@@ -294,52 +290,56 @@ def test_a_client_that_has_gone_leaves_no_line(
 
     limits = UploadFolder(uploads, max_total_bytes=1000, max_per_minute=9)
     headers = [(b"content-length", b"900")]
-    assert drive(reads, receive, limits, loopback_only=False, headers=headers) == []
+    assert send_request(failing_app, receive, limits, loopback_only=False, headers=headers) == []
     assert capsys.readouterr().err == ""
 
 
-def test_an_error_behind_the_gate_is_one_line(
+def test_app_error_is_logged_in_one_line(
     uploads: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def fail(*_: Any) -> None:
+    async def failing_call(*_: Any) -> None:
         raise TypeError("files is no file")
 
-    monkeypatch.setattr(Behind, "__call__", fail)
-    assert ask(uploads, "/gradio_api/upload", "POST", b"x")[0] == 422
+    monkeypatch.setattr(RecordingApp, "__call__", failing_call)
+    assert request(uploads, "/gradio_api/upload", "POST", b"x")[0] == 422
     assert not capsys.readouterr().err
-    assert ask(uploads, "/config")[0] == 500
+    assert request(uploads, "/config")[0] == 500
     assert capsys.readouterr().err == "finetune: a request failed: TypeError: files is no file\n"
 
 
-@pytest.mark.parametrize("parts, taken", [(5, 5), (1000, 64)])
-def test_a_refusal_is_read_by_a_client_that_is_still_sending(
-    uploads: Path, parts: int, taken: int
+@pytest.mark.parametrize("num_chunks, expected_reads", [(5, 5), (1000, 64)])
+def test_rejected_upload_is_drained_up_to_a_limit(
+    uploads: Path, num_chunks: int, expected_reads: int
 ) -> None:
-    """The body is taken in and dropped, but not without end."""
+    """The body is read and dropped up to a limit, so that the client can read the response."""
     received: list[int] = []
 
     async def receive() -> Any:
         received.append(len(received))
-        return {"type": "http.request", "body": b"x" * 2**20, "more_body": len(received) < parts}
+        return {
+            "type": "http.request",
+            "body": b"x" * 2**20,
+            "more_body": len(received) < num_chunks,
+        }
 
     limits = UploadFolder(uploads, max_total_bytes=2**30, max_per_minute=9)
-    headers = [(b"content-length", str(parts * 2**20).encode())]
-    sent = drive(Behind(), receive, limits, loopback_only=False, headers=headers)
-    assert len(received) == taken
+    headers = [(b"content-length", str(num_chunks * 2**20).encode())]
+    sent = send_request(RecordingApp(), receive, limits, loopback_only=False, headers=headers)
+    assert len(received) == expected_reads
     assert sent[0]["status"] == 413
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:7860", "192.168.0.7", "127.0.0.1.evil.example", ""]
 )
-def test_another_name_for_this_machine_is_refused(uploads: Path, host: str) -> None:
-    assert ask(uploads, "/", host=host)[0] == 421
-    assert ask(uploads, "/", host=host, loopback_only=False)[0] == 200
+def test_foreign_host_header_is_rejected(uploads: Path, host: str) -> None:
+    assert request(uploads, "/", host=host)[0] == 421
+    assert request(uploads, "/", host=host, loopback_only=False)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.1.2.3:7860", "[::1]:7860"])
-def test_this_machine_s_own_names_pass(uploads: Path, host: str) -> None:
-    assert ask(uploads, "/", host=host)[0] == 200
+def test_loopback_host_header_passes(uploads: Path, host: str) -> None:
+    assert request(uploads, "/", host=host)[0] == 200
 
 
 HERE, EVIL = "http://127.0.0.1:7860", "http://evil.example"
@@ -348,7 +348,7 @@ HERE, EVIL = "http://127.0.0.1:7860", "http://evil.example"
 @pytest.mark.parametrize(
     "site, origin, is_refused",
     [
-        (None, None, False),  # a program
+        (None, None, False),  # not a browser
         (None, HERE, False),
         (None, EVIL, True),
         (None, "null", True),
@@ -362,34 +362,35 @@ HERE, EVIL = "http://127.0.0.1:7860", "http://evil.example"
         ("cross-site", HERE, True),
     ],
 )
-def test_another_origin_may_not_send(
+def test_cross_origin_requests_are_rejected(
     uploads: Path, site: str | None, origin: str | None, is_refused: bool
 ) -> None:
     headers = {"sec-fetch-site": site, "origin": origin}
     more = {name: value for name, value in headers.items() if value is not None}
-    given = {name.encode(): value for name, value in more.items()}
-    assert is_cross_origin(given | {b"host": "127.0.0.1:7860"}) is is_refused
+    header_values = {name.encode(): value for name, value in more.items()}
+    assert is_cross_origin(header_values | {b"host": "127.0.0.1:7860"}) is is_refused
     for path, body in (("upload", b"x"), ("cancel", b"{}")):
-        status, _, _, seen = ask(uploads, f"/gradio_api/{path}", "POST", body, more=more)
-        assert (status, bool(seen)) == ((403, False) if is_refused else (200, True))
-    assert ask(uploads, "/", more=more)[0] == 200  # reading is the browser's to refuse
+        status, _, _, passed = request(uploads, f"/gradio_api/{path}", "POST", body, more=more)
+        assert (status, bool(passed)) == ((403, False) if is_refused else (200, True))
+    # the browser itself blocks cross-origin reads
+    assert request(uploads, "/", more=more)[0] == 200
     trusted = [origin] if origin else []
-    status, *_ = ask(
+    status, *_ = request(
         uploads, "/gradio_api/cancel", "POST", b"{}", more=more, trusted_origins=trusted
     )
     assert status == (403 if is_refused and origin is None else 200)
 
 
-def test_the_browser_is_told_to_ask_nobody_else(uploads: Path) -> None:
-    headers = ask(uploads, "/")[2]
+def test_security_headers(uploads: Path) -> None:
+    headers = request(uploads, "/")[2]
     assert headers["content-security-policy"].startswith("default-src 'self';")
     assert "http" not in headers["content-security-policy"]
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
-    assert "content-security-policy" not in ask(uploads, "/", send_csp=False)[2]
+    assert "content-security-policy" not in request(uploads, "/", send_csp=False)[2]
 
 
-def test_a_socket_is_closed_and_the_server_s_own_messages_pass(uploads: Path) -> None:
+def test_websocket_is_closed_and_lifespan_passes(uploads: Path) -> None:
     sent: list[Any] = []
     passed: list[str] = []
 
@@ -400,10 +401,10 @@ def test_a_socket_is_closed_and_the_server_s_own_messages_pass(uploads: Path) ->
         sent.append(message)
 
     limits = UploadFolder(uploads, max_total_bytes=1, max_per_minute=1)
-    gate = AllowlistMiddleware(
+    allowlist = AllowlistMiddleware(
         app, uploads=limits, max_upload_bytes=1, input_types={}, loopback_only=True, send_csp=True
     )
     for kind in ("websocket", "lifespan"):
-        asyncio.run(gate({"type": kind}, send, send))  # type: ignore[arg-type]
+        asyncio.run(allowlist({"type": kind}, send, send))  # type: ignore[arg-type]
     assert passed == ["lifespan"]
     assert [message["type"] for message in sent] == ["websocket.close"]

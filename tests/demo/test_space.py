@@ -1,4 +1,4 @@
-"""The exported Space: whole, valid, and running from nothing but its folder."""
+"""The exported Space: complete, valid, and able to run from its folder alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from finetune.inference import Classifier
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_gradio() -> None:
-    """Not as this file is read, which every process of a suite does."""
+    """Skip in a fixture: an import at module level would slow down every test process."""
     pytest.importorskip("gradio", reason="Gradio is not installed: pip install '.[demo]'")
 
 
@@ -53,23 +53,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def exported(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spaces") / "flowers"
-    answer = export_space(model, folder)
-    assert answer["folder"] == str(folder)
-    here = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-    assert answer["files"] == here
+    result = export_space(model, folder)
+    assert result["folder"] == str(folder)
+    files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    assert result["files"] == files
     return folder
 
 
-def head(folder: Path) -> dict[str, Any]:
+def card_metadata(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
     return found
 
 
-def test_the_card_is_a_space_s(exported: Path) -> None:
+def test_card_has_space_metadata(exported: Path) -> None:
     import gradio
     from huggingface_hub import SpaceCard
 
-    found = head(exported)
+    found = card_metadata(exported)
     assert found["title"] == "flowers"
     assert found["sdk"] == "gradio"
     assert found["sdk_version"] == gradio.__version__
@@ -80,7 +80,7 @@ def test_the_card_is_a_space_s(exported: Path) -> None:
     assert (data.title, data.sdk, data.license) == ("flowers", "gradio", "cc-by-4.0")
 
 
-def test_the_folder_holds_what_it_needs_and_no_more(model: str, exported: Path) -> None:
+def test_folder_has_only_required_files(model: str, exported: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         assert (exported / "model" / name).read_bytes() == (Path(model) / name).read_bytes()
     assert (exported / "examples" / "0-leaf.png").is_file()
@@ -95,7 +95,7 @@ def test_the_folder_holds_what_it_needs_and_no_more(model: str, exported: Path) 
         assert str(Path(model).parent) not in (exported / file).read_text()
 
 
-def test_an_export_is_replaced_and_git_stays(model: str, exported: Path, tmp_path: Path) -> None:
+def test_reexport_replaces_files_and_keeps_git(model: str, exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"
     shutil.copytree(exported, folder)
     (folder / ".git").mkdir()
@@ -109,9 +109,7 @@ def test_an_export_is_replaced_and_git_stays(model: str, exported: Path, tmp_pat
 
 
 @pytest.mark.parametrize("mark", [None, "{", "[]", '{"made_by": "me"}'])
-def test_a_folder_of_somebody_else_is_left_alone(
-    model: str, tmp_path: Path, mark: str | None
-) -> None:
+def test_unrelated_folder_is_not_overwritten(model: str, tmp_path: Path, mark: str | None) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     if mark is not None:
         (tmp_path / "demo.json").write_text(mark)
@@ -123,7 +121,7 @@ def test_a_folder_of_somebody_else_is_left_alone(
         export_space(model, tmp_path / "thesis.txt")
 
 
-def test_what_cannot_run_is_not_written(model: str, tmp_path: Path) -> None:
+def test_invalid_model_writes_nothing(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "space"
     with refused("weights.not_found", tmp_path / "nothing"):
         export_space(str(tmp_path / "nothing"), folder)
@@ -132,13 +130,13 @@ def test_what_cannot_run_is_not_written(model: str, tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with refused("setup.not_writable", "--export-space"):
         export_space(model, tmp_path / "file" / "below")
 
 
-def test_a_hub_model_is_named_by_its_commit(
+def test_hub_model_is_pinned_to_its_commit(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sha = "0123456789abcdef0123456789abcdef01234567"
@@ -148,26 +146,29 @@ def test_a_hub_model_is_named_by_its_commit(
     config = CachedHubFile(Path(model) / "config.json", sha, None)
     monkeypatch.setattr(space, "download_hub_file", lambda *_: config)
     export_space("hf-hub:alice/flowers@v1", tmp_path / "space")
-    written = json.loads((tmp_path / "space" / "demo.json").read_text())
-    assert written["model"] == f"hf-hub:alice/flowers@{sha}"
-    assert written["title"] == "alice/flowers"
-    assert head(tmp_path / "space")["models"] == ["alice/flowers"]
+    log = json.loads((tmp_path / "space" / "demo.json").read_text())
+    assert log["model"] == f"hf-hub:alice/flowers@{sha}"
+    assert log["title"] == "alice/flowers"
+    assert card_metadata(tmp_path / "space")["models"] == ["alice/flowers"]
     assert not (tmp_path / "space" / "model").exists()
 
 
-def test_the_recipe_s_evaluation_goes_along(model: str, tmp_path: Path) -> None:
-    """Pixels as the run evaluated them, also where the configuration says another crop."""
-    usual = Classifier.load(model, device="cpu").pipeline.transform_spec
-    other = "resize(48) | center_crop(32)"
-    assert usual != other
-    loaded = space._load_exported_classifier(model, other, None)
-    assert loaded.pipeline.transform_spec == other
-    assert space._load_exported_classifier(model, usual, None).pipeline.transform_spec == usual
-    assert space._load_exported_classifier(model, usual, 64).pipeline.decode_size == 64
+def test_export_keeps_the_eval_transforms(model: str, tmp_path: Path) -> None:
+    """Pixels as the run evaluated them, even if the model config has another crop."""
+    default_spec = Classifier.load(model, device="cpu").pipeline.transform_spec
+    custom_spec = "resize(48) | center_crop(32)"
+    assert default_spec != custom_spec
+    loaded = space._load_exported_classifier(model, custom_spec, None)
+    assert loaded.pipeline.transform_spec == custom_spec
+    assert (
+        space._load_exported_classifier(model, default_spec, None).pipeline.transform_spec
+        == default_spec
+    )
+    assert space._load_exported_classifier(model, default_spec, 64).pipeline.decode_size == 64
 
 
-# What the Space's requirements do not name is not there, and no host is asked.
-WITHOUT = """
+# Block packages that the Space's requirements omit, and requests to other hosts.
+IMPORT_GUARD = """
 import builtins, runpy
 real = builtins.__import__
 def guarded(name, globals=None, *rest, **more):
@@ -182,18 +183,18 @@ runpy.run_path("app.py", run_name="__main__")
 """
 
 
-def test_what_is_not_required_is_known(repository: Path) -> None:
-    """A Space needs every dependency of the package, except those that the next test removes."""
+def test_required_packages_match_setup_cfg(repository: Path) -> None:
+    """A Space needs every dependency of the package, except those that the next test blocks."""
     settings = configparser.ConfigParser()
     settings.read(repository / "setup.cfg", encoding="utf-8")
-    ours = settings["options"]["install_requires"].strip()
-    names = {name.lower() for name in re.findall(r"^[\w-]+", ours, re.MULTILINE)}
+    requirements = settings["options"]["install_requires"].strip()
+    names = {name.lower() for name in re.findall(r"^[\w-]+", requirements, re.MULTILINE)}
     needed = {name.lower() for name in space._REQUIRED_PACKAGES}
     assert names - needed == {"accelerate", "datasets", "scikit-learn", "matplotlib"}
 
 
-def in_a_fork(program: str) -> None:
-    """Run a program in this process, which was forked, as if it had imported nothing of ours."""
+def exec_in_fork(program: str) -> None:
+    """Run a program in this forked process as if it had not imported finetune."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "finetune"]:
         del sys.modules[name]
     exec(program, {"sys": sys})
@@ -201,18 +202,18 @@ def in_a_fork(program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosted", [False, True])
-def test_it_runs_from_nothing_but_its_folder(
+def test_runs_from_its_folder_alone(
     model: str, exported: Path, tmp_path: Path, hosted: bool
 ) -> None:
-    """Alone and on the hub, whose page frames it and whose proxy may change the Host.
+    """Standalone and on the hub, which embeds the page and whose proxy may change the Host.
 
-    Gradio reads the variables of the hub as it is imported: that one starts from nothing.
+    Gradio reads the hub's variables at import, so the hosted case starts a new interpreter.
     """
     folder = tmp_path / "elsewhere"
     shutil.copytree(exported, folder)
-    program = f"{GUARD}\nimport gc; gc.disable()\n{WITHOUT}"
+    program = f"{GUARD}\nimport gc; gc.disable()\n{IMPORT_GUARD}"
     environment = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    browsers: list[dict[str, str]] = [{}]
+    browser_headers: list[dict[str, str]] = [{}]
     if hosted:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -220,7 +221,7 @@ def test_it_runs_from_nothing_but_its_folder(
         environment |= {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port)}
         origin = "https://alice-flowers.hf.space"
         # a current browser, one without Sec-Fetch-Site, and a domain of its own
-        browsers += [
+        browser_headers += [
             {"Origin": origin, "Sec_Fetch_Site": "same-origin", "Host": "10.0.0.7:7860"},
             {"Origin": origin, "Host": "10.0.0.7:7860"},
             {"Origin": "https://own.example", "Sec_Fetch_Site": "same-origin"},
@@ -230,7 +231,7 @@ def test_it_runs_from_nothing_but_its_folder(
         os.chdir(folder)
         if hosted:
             os.execv(sys.executable, [sys.executable, "-c", program])
-        in_a_fork(program)
+        exec_in_fork(program)
 
     with run_server(serve, **environment) as server:
         page = http_request(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
@@ -238,30 +239,32 @@ def test_it_runs_from_nothing_but_its_folder(
         assert "flowers" in page[1]
         file = tmp_path / "a.png"
         Image.new("RGB", (50, 30), (9, 200, 40)).save(file)
-        for headers in browsers:
+        for headers in browser_headers:
             status, text = upload(server, "a.png", file.read_bytes(), **headers)
             assert status == 200, headers
             picture = {"path": json.loads(text)[0], "meta": {"_type": "gradio.FileData"}}
             status, text = call_predict(server, picture, **headers)
             assert status == 200, headers
-            check(model, file, json.loads(text.split("data: ", 1)[1])[0])
-        evil = {"Origin": "https://evil.hf.space", "Sec_Fetch_Site": "cross-site"}
-        assert upload(server, "a.png", file.read_bytes(), **evil)[0] == 403
-        with urllib.request.urlopen(server.url, timeout=30) as answer:
-            policy = str(answer.headers.get("Content-Security-Policy"))
+            check_predictions(model, file, json.loads(text.split("data: ", 1)[1])[0])
+        cross_site_headers = {"Origin": "https://evil.hf.space", "Sec_Fetch_Site": "cross-site"}
+        assert upload(server, "a.png", file.read_bytes(), **cross_site_headers)[0] == 403
+        with urllib.request.urlopen(server.url, timeout=30) as response:
+            policy = str(response.headers.get("Content-Security-Policy"))
             assert ("frame-ancestors" in policy) is not hosted
         assert server.interrupt(signal.SIGTERM) == 0
-    written = "".join(server.lines)
-    assert "Traceback" not in written
-    assert "OUTSIDE" not in written
+    log = "".join(server.lines)
+    assert "Traceback" not in log
+    assert "OUTSIDE" not in log
     assert isinstance(server, DemoServer)
 
 
-def check(model: str, file: Path, answered: list[dict[str, Any]]) -> None:
+def check_predictions(model: str, file: Path, predictions: list[dict[str, Any]]) -> None:
     (row,) = Classifier.load(model, device="cpu").predict(file, top_k=5)
-    expected = [(one["label"], one["confidence"]) for one in row["predictions"]]
+    expected = [
+        (prediction["label"], prediction["confidence"]) for prediction in row["predictions"]
+    ]
     assert sorted(label for label, _ in expected) == sorted(ODD_NAMES)
     # another number of threads may sum in another order
-    for one, (label, confidence) in zip(answered, expected, strict=True):
-        assert one["label"] == label
-        assert one["confidence"] == pytest.approx(confidence, abs=1e-5)
+    for prediction, (label, confidence) in zip(predictions, expected, strict=True):
+        assert prediction["label"] == label
+        assert prediction["confidence"] == pytest.approx(confidence, abs=1e-5)

@@ -218,7 +218,7 @@ def test_without_validation_end_uses_the_last_epoch_and_the_results() -> None:
         ("other.top1", "end", {"value": 0.9}, "no other.top1"),
         ("val", "end", {"value": 0.9}, "no val"),
         ("val.top1", "someday", {"value": 0.9}, "'someday' is not a moment"),
-        ("val.top1", "end", {}, "no figure"),
+        ("val.top1", "end", {}, "the claim has no value"),
     ],
 )
 def test_missing_data_is_not_measured(

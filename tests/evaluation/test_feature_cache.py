@@ -107,9 +107,8 @@ def test_full_disk_only_disables_the_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1000, hard)
-    )  # a write beyond the limit fails half-way
+    # a write beyond the limit fails half-way
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         write_cached_features(tmp_path / "cache", KEY, VALUES)
     finally:
@@ -154,9 +153,8 @@ def test_eviction_removes_the_least_recently_used_files(tmp_path: Path) -> None:
         write_cached_features(tmp_path, key, VALUES)
         (path,) = tmp_path.glob(f"{key}-*")
         os.utime(path, (time.time() - age,) * 2)
-    assert (
-        read_cached_features(tmp_path, keys[0], num_images=50) is not None
-    )  # reading makes it the most recently used
+    # reading makes it the most recently used
+    assert read_cached_features(tmp_path, keys[0], num_images=50) is not None
     (tmp_path / "mine.npy").write_bytes(bytes(10 * size))
     old, recent = (tmp_path / f".{KEY}.{number}.tmp" for number in (1, 2))
     old.write_text("left by a killed process")

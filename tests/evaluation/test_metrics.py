@@ -312,12 +312,13 @@ def test_most_confused_pairs_and_classes_come_first() -> None:
     matrix = ConfusionMatrix.from_dense(rows.tolist())
     assert matrix.most_confused_pairs(9) == [(3, 1, 5), (1, 2, 2), (2, 1, 2)]
     assert matrix.most_confused_pairs(1) == [(3, 1, 5)]
+    # of the other classes, 0 has the most images
     assert matrix.select_classes(4).tolist() == [
         0,
         1,
         2,
         3,
-    ]  # of the other classes, 0 has the most images
+    ]
     assert matrix.select_classes(2).tolist() == [1, 3]
     assert matrix.select_classes(9).tolist() == [0, 1, 2, 3, 4]
     assert matrix.to_dense(np.array([1, 3])).tolist() == [[1, 0], [5, 1]]

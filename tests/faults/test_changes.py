@@ -1,4 +1,4 @@
-"""Changes between a stop and its resume: exact ones go on, all others are refused."""
+"""Changes between a stop and its resume: the run continues only if the result stays the same."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_runs import read_weights, run_file_hashes
-from forked_runs import run_ranks as launch_ranks
+from forked_runs import read_weights, run_file_hashes, run_ranks
 from launches import launch_training
 from PIL import Image
 from recipe_texts import tiny_recipe_text
@@ -43,33 +42,33 @@ def recipe(image_folder: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def stopped(
+def stopped_run(
     recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Path]:
-    """A run that ended in its seventh step; its newest checkpoint is of the sixth."""
+    """Train a run that stops in step 7; its newest checkpoint is of step 6."""
 
-    def stop(*overrides: str) -> Path:
+    def train_and_stop(*overrides: str) -> Path:
         step = TrainerState.train_step
 
-        def until(trainer: TrainerState, *args: object) -> None:
+        def step_or_stop(trainer: TrainerState, *args: object) -> None:
             if trainer.counters.step == 6:
                 raise Interrupted("stopped", 15)
             step(trainer, *args)  # type: ignore[arg-type]
 
         out = tmp_path / "stopped"
         with monkeypatch.context() as patch:
-            patch.setattr(TrainerState, "train_step", until)
+            patch.setattr(TrainerState, "train_step", step_or_stop)
             with pytest.raises(Interrupted):
                 train(recipe(*overrides), out)
         return out
 
-    return stop
+    return train_and_stop
 
 
-def shown_as_close(title: str, run: Path, other: Path, fault: Callable[..., None]) -> None:
-    """Two runs saw the same samples and had nearly the same losses; an entry of the page."""
-    lines = [(each / "metrics.jsonl").read_text().splitlines() for each in (run, other)]
-    ours, theirs = ([json.loads(line) for line in each] for each in lines)
+def check_same_training(title: str, run: Path, other: Path, fault: Callable[..., None]) -> None:
+    """Check that two runs used the same samples with nearly equal losses; add it to the page."""
+    lines = [(log / "metrics.jsonl").read_text().splitlines() for log in (run, other)]
+    ours, theirs = ([json.loads(line) for line in log] for log in lines)
     assert [line["samples_seen"] for line in ours] == [line["samples_seen"] for line in theirs]
     distance = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     assert distance < 1e-5
@@ -80,14 +79,14 @@ def shown_as_close(title: str, run: Path, other: Path, fault: Callable[..., None
     )
 
 
-def check_refused(recipe: Recipe, run: Path, code: str, *named: object) -> None:
+def check_resume_refused(recipe: Recipe, run: Path, code: str, *named: object) -> None:
     before = run_file_hashes(run)
     with refused(code, run, *named):
         train(recipe, run, resume=True)
     assert run_file_hashes(run) == before, "a refusal leaves the run as it was"
 
 
-OTHERS = [
+RECIPE_CHANGES = [
     ("data.batch_size=4", "8"),
     ("optim.lr=0.001", "0.003"),
     ("optim.schedule=cosine", "'constant'"),
@@ -99,93 +98,102 @@ OTHERS = [
 ]
 
 
-def test_another_recipe_is_refused_with_the_difference(
-    recipe: Callable[..., Recipe], stopped: Callable[..., Path], fault
+def test_a_changed_recipe_is_refused_with_the_difference(
+    recipe: Callable[..., Recipe], stopped_run: Callable[..., Path], fault
 ) -> None:
-    out = stopped()
-    for override, before in OTHERS:
-        key, _, now = override.partition("=")
-        check_refused(recipe(override), out, "recipe.not_this_run", key, before, now)
+    out = stopped_run()
+    for override, old_value in RECIPE_CHANGES:
+        key, _, new_value = override.partition("=")
+        check_resume_refused(
+            recipe(override), out, "recipe.not_this_run", key, old_value, new_value
+        )
         fault(
-            "another recipe at --resume: batch, rate, schedule, images, size, freezing, seed, "
-            "length",
-            "2, the difference is shown, the run stays as it is",
+            "another recipe at --resume: batch size, lr, schedule, transforms, image size, "
+            "freezing, seed, number of steps",
+            "2, the difference is shown, the run is unchanged",
         )
 
 
-def added(folder: Path) -> None:
+def add_image(folder: Path) -> None:
     shutil.copy(folder / "train/red/red-0.png", folder / "train/red/red-9.png")
 
 
-def removed(folder: Path) -> None:
+def remove_image(folder: Path) -> None:
     (folder / "train/red/red-0.png").unlink()
 
 
-def repainted(folder: Path) -> None:
+def flip_pixel_bit(folder: Path) -> None:
     path = folder / "train/red/red-0.png"
     pixels = np.array(Image.open(path))
     pixels[0, 0] ^= 1
     Image.fromarray(pixels).save(path)
 
 
-def relabelled(folder: Path) -> None:
+def move_to_other_class(folder: Path) -> None:
     (folder / "train/red/red-0.png").rename(folder / "train/blue/red-0.png")
 
 
-def renamed_class(folder: Path) -> None:
+def rename_class(folder: Path) -> None:
     for split in ("train", "test"):
         (folder / split / "red").rename(folder / split / "rouge")
 
 
-def another_class(folder: Path) -> None:
+def add_class(folder: Path) -> None:
     for split in ("train", "test"):
         shutil.copytree(folder / split / "red", folder / split / "violet")
 
 
-def test_other_data_is_refused(
+def test_changed_data_is_refused(
     recipe: Callable[..., Recipe],
-    stopped: Callable[..., Path],
+    stopped_run: Callable[..., Path],
     image_folder: Path,
     tmp_path: Path,
     fault,
 ) -> None:
-    out = stopped()
-    kept = shutil.copytree(image_folder, tmp_path / "kept")
-    for change in (added, removed, repainted, relabelled, renamed_class, another_class):
+    out = stopped_run()
+    original = shutil.copytree(image_folder, tmp_path / "kept")
+    for change in (
+        add_image,
+        remove_image,
+        flip_pixel_bit,
+        move_to_other_class,
+        rename_class,
+        add_class,
+    ):
         change(image_folder)
-        check_refused(recipe(), out, "data.changed", image_folder)
+        check_resume_refused(recipe(), out, "data.changed", image_folder)
         shutil.rmtree(image_folder)
-        shutil.copytree(kept, image_folder)
+        shutil.copytree(original, image_folder)
         fault(
             "one image added, removed, moved to another class, or one pixel's bit changed; a class "
             "renamed or added",
-            "3, before anything is decoded, the run stays as it is",
+            "3, before anything is decoded, the run is unchanged",
         )
-    train(recipe(), out, resume=True)  # as it was, it is taken
+    train(recipe(), out, resume=True)  # the original data is accepted
 
 
-def test_what_changes_nothing_learned_goes_on_to_the_same_weights(
-    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, fault
+def test_log_and_save_settings_may_change(
+    recipe: Callable[..., Recipe], stopped_run: Callable[..., Path], tmp_path: Path, fault
 ) -> None:
-    out = stopped()
+    out = stopped_run()
     train(recipe("run.log_every=3", "data.eval_batch_size=5", "run.save_every=1"), out, resume=True)
     train(recipe(), tmp_path / "plain")
     assert read_weights(out) == read_weights(tmp_path / "plain")
     fault(
-        "logging, saving or evaluation's batch changed at --resume",
-        "goes on to the weights of the uninterrupted run, to the bit",
+        "log_every, save_every or eval_batch_size changed at --resume",
+        "continues to the bit-identical weights of the uninterrupted run",
     )
 
 
-def test_another_micro_batch_continues_by_samples(
-    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, fault
+def test_a_changed_micro_batch_continues_with_the_same_samples(
+    recipe: Callable[..., Recipe], stopped_run: Callable[..., Path], tmp_path: Path, fault
 ) -> None:
-    """Dropout is keyed by the micro-batch, so it is off here."""
-    calm = "model.dropout=0"
-    out = stopped(calm)
-    train(recipe(calm, "data.micro_batch=2"), out, resume=True)
-    train(recipe(calm), tmp_path / "plain")
-    shown_as_close(
+    """Dropout depends on the micro-batch, so it is off here."""
+    no_dropout = "model.dropout=0"
+    out = stopped_run(no_dropout)
+    train(recipe(no_dropout, "data.micro_batch=2"), out, resume=True)
+    train(recipe(no_dropout), tmp_path / "plain")
+    check_same_training(
         "data.micro_batch changed at --resume: accumulation in four parts instead of one",
         out,
         tmp_path / "plain",
@@ -194,22 +202,24 @@ def test_another_micro_batch_continues_by_samples(
 
 
 @pytest.mark.faults
-def test_another_number_of_processes_continues_by_samples(
+def test_more_processes_continue_with_the_same_samples(
     recipe: Callable[..., Recipe],
-    stopped: Callable[..., Path],
+    stopped_run: Callable[..., Path],
     image_folder: Path,
     tmp_path: Path,
     fault,
 ) -> None:
-    """Dropout is keyed by the rank, so it is off here."""
-    calm = "model.dropout=0"
-    out = stopped(calm)
-    train(recipe(calm), tmp_path / "plain")
+    """Dropout depends on the rank, so it is off here."""
+    no_dropout = "model.dropout=0"
+    out = stopped_run(no_dropout)
+    train(recipe(no_dropout), tmp_path / "plain")
     text = RECIPE.replace("SOURCE", f"folder:{image_folder}")
-    with launch_training(tmp_path, calm, "--resume", recipe=text, out=out, num_processes=2) as two:
-        two.wait_for_end()
-    assert two.read_record()["num_processes"] == 2, two.text
-    shown_as_close(
+    with launch_training(
+        tmp_path, no_dropout, "--resume", recipe=text, out=out, num_processes=2
+    ) as launch:
+        launch.wait_for_end()
+    assert launch.read_record()["num_processes"] == 2, launch.text
+    check_same_training(
         "one process at the stop, two at --resume",
         out,
         tmp_path / "plain",
@@ -218,28 +228,28 @@ def test_another_number_of_processes_continues_by_samples(
 
 
 @pytest.mark.faults
-def test_fewer_processes_continue_by_samples(
+def test_fewer_processes_continue_with_the_same_samples(
     recipe: Callable[..., Recipe], tmp_path: Path, fault
 ) -> None:
-    calm = "model.dropout=0"
+    no_dropout = "model.dropout=0"
     out, step = tmp_path / "two", TrainerState.train_step
 
-    def until(trainer: TrainerState, *args: object) -> None:
+    def step_or_die(trainer: TrainerState, *args: object) -> None:
         if trainer.counters.step == 6:
             trainer.checkpoint_writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         step(trainer, *args)  # type: ignore[arg-type]
 
-    def dies() -> None:
-        TrainerState.train_step = until  # type: ignore[method-assign]
-        train(recipe(calm), out)
+    def train_and_die() -> None:
+        TrainerState.train_step = step_or_die  # type: ignore[method-assign]
+        train(recipe(no_dropout), out)
 
-    codes, told = launch_ranks([dies, dies])
-    assert codes == [-signal.SIGKILL] * 2, told
+    codes, output = run_ranks([train_and_die, train_and_die])
+    assert codes == [-signal.SIGKILL] * 2, output
     assert json.loads((out / "run.json").read_text())["num_processes"] == 2
-    train(recipe(calm), out, resume=True)
-    train(recipe(calm), tmp_path / "plain")
-    shown_as_close(
+    train(recipe(no_dropout), out, resume=True)
+    train(recipe(no_dropout), tmp_path / "plain")
+    check_same_training(
         "two processes at the stop, one at --resume",
         out,
         tmp_path / "plain",
@@ -247,10 +257,10 @@ def test_fewer_processes_continue_by_samples(
     )
 
 
-def test_a_longer_run_continues_where_its_past_is_the_same(
-    recipe: Callable[..., Recipe], stopped: Callable[..., Path], tmp_path: Path, capsys, fault
+def test_more_steps_continue_with_a_constant_schedule(
+    recipe: Callable[..., Recipe], stopped_run: Callable[..., Path], tmp_path: Path, capsys, fault
 ) -> None:
-    out = stopped()
+    out = stopped_run()
     train(recipe("optim.steps=10"), out, resume=True)
     assert "10 steps instead of 8" in capsys.readouterr().err
     train(recipe("optim.steps=12"), out, resume=True)  # after its end too
@@ -258,17 +268,17 @@ def test_a_longer_run_continues_where_its_past_is_the_same(
     assert read_weights(out) == read_weights(tmp_path / "plain")
     fault(
         "a longer run at --resume, constant learning rate, also after its end",
-        "goes on to the weights of the run that was longer from the start, to the bit",
+        "continues to the bit-identical weights of a run that was longer from the start",
     )
 
 
-def test_a_longer_run_is_refused_where_its_past_is_another(
-    recipe: Callable[..., Recipe], stopped: Callable[..., Path], fault
+def test_more_steps_are_refused_with_a_cosine_schedule(
+    recipe: Callable[..., Recipe], stopped_run: Callable[..., Path], fault
 ) -> None:
     cosine = "optim.schedule=cosine"
     longer = recipe(cosine, "optim.steps=10")
-    check_refused(longer, stopped(cosine), "recipe.not_this_run", "optim.steps", 8, 10)
+    check_resume_refused(longer, stopped_run(cosine), "recipe.not_this_run", "optim.steps", 8, 10)
     fault(
         "a longer run at --resume, cosine schedule",
-        "2: the rates of the steps that are done would have been others",
+        "2: the finished steps would have had other learning rates",
     )

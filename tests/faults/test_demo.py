@@ -1,4 +1,4 @@
-"""Attacks on a demo that runs: each is made on ours, and on one without that protection."""
+"""Attacks on a running demo: each must fail, and must succeed without the protection."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ from demo_server import (
 
 pytestmark = pytest.mark.slow
 
-EVIL = {"Origin": "http://evil.example", "Sec_Fetch_Site": "cross-site"}
+CROSS_ORIGIN = {"Origin": "http://evil.example", "Sec_Fetch_Site": "cross-site"}
 MEGABYTE = 2**20
-# Each takes one protection away, in the process of the server.
-WITHOUT = {
+# Code that removes one protection in the process of the server.
+DISABLE_PROTECTION = {
     "origin": "from finetune.demo import middleware as m; m.is_cross_origin = lambda _: False",
     "host": "from finetune.demo import server as s; s._is_loopback = lambda host: False",
-    "limits": "from finetune.demo import server as s; s._TOTAL_MB = s._UPLOADS_PER_MINUTE = 10**6",
-    "types": "from finetune.demo import middleware as m; m.Gate._checked = lambda *a: a[2]",
-    "frames": "from finetune.demo import middleware as m; m._PAGE_POLICY = b'base-uri *'",
-    "cleaning": "from finetune.demo import uploads as w; w._remove_dead = lambda parent: None",
+    "limits": (
+        "from finetune.demo import server as s; "
+        "s._MAX_TOTAL_UPLOAD_MB = s._MAX_UPLOADS_PER_MINUTE = 10**6"
+    ),
+    "types": (
+        "from finetune.demo import middleware as m; "
+        "m.AllowlistMiddleware._validate_fields = lambda *a: a[2]"
+    ),
+    "frames": "from finetune.demo import middleware as m; m._PAGE_CSP = b'base-uri *'",
+    "cleaning": "from finetune.demo import uploads as w; w._remove_abandoned = lambda parent: None",
 }
 PROTECTED = [
-    pytest.param(True, id="ours"),
+    pytest.param(True, id="protected"),
     pytest.param(False, id="unprotected", marks=pytest.mark.faults),
 ]
 Fault = Callable[..., None]
@@ -48,38 +54,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ours(model: str) -> Iterator[DemoServer]:
-    """A demo with all its protections; nothing that it is sent may leave a traceback."""
+def protected_demo(model: str) -> Iterator[DemoServer]:
+    """A demo with all protections; no request may cause a traceback."""
     with run_demo(model) as server:
         yield server
     assert "Traceback" not in "".join(server.lines)
 
 
 @contextlib.contextmanager
-def attacked(
+def demo_under_attack(
     request: pytest.FixtureRequest, protection: str, protected: bool
 ) -> Iterator[DemoServer]:
-    """The demo of all tests, or one of its own without a protection."""
+    """Yield the shared demo, or a separate demo without one protection."""
     if protected:
         yield request.getfixturevalue("ours")
         return
-    with run_demo(request.getfixturevalue("model"), before=WITHOUT[protection]) as server:
+    with run_demo(
+        request.getfixturevalue("model"), setup_code=DISABLE_PROTECTION[protection]
+    ) as server:
         yield server
 
 
 @contextlib.contextmanager
-def alone(model: str, folder: Path, protection: str, protected: bool) -> Iterator[DemoServer]:
-    """A demo of its own whose temporary folder is in `folder`, with or without a protection."""
-    before = "" if protected else WITHOUT[protection]
-    with run_demo(model, before=before, TMPDIR=str(folder)) as server:
+def own_demo(model: str, folder: Path, protection: str, protected: bool) -> Iterator[DemoServer]:
+    """Start a demo with its temporary folder in `folder`, with or without a protection."""
+    setup_code = "" if protected else DISABLE_PROTECTION[protection]
+    with run_demo(model, setup_code=setup_code, TMPDIR=str(folder)) as server:
         yield server
 
 
-def kept_bytes(folder: Path) -> int:
-    """Bytes of all uploads on the disk, also those that are still arriving."""
+def upload_bytes(folder: Path) -> int:
+    """Return the size of all uploads on the disk, including incomplete ones."""
     total = 0
-    for place in folder.glob("finetune-demo-*/uploads"):
-        for top, _, names in os.walk(place):  # which minds nothing that goes meanwhile
+    for folder_of_demo in folder.glob("finetune-demo-*/uploads"):
+        for top, _, names in os.walk(folder_of_demo):  # os.walk ignores folders that disappear
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     total += os.stat(os.path.join(top, name)).st_size
@@ -87,36 +95,42 @@ def kept_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("protected", PROTECTED)
-def test_pages_of_other_origins(
+def test_cross_origin_requests_are_refused(
     request: pytest.FixtureRequest, protected: bool, fault: Fault
 ) -> None:
-    with attacked(request, "origin", protected) as server:
-        number = 40
-        answers = [upload(server, f"{n}.png", b"x" * 1000, **EVIL) for n in range(number)]
-        refused = [text for status, text in answers if status == 403]
-        call = call_predict(server, None, **EVIL)[0]
-        own = {"Origin": server.url, "Sec_Fetch_Site": "same-origin"}
-        assert upload(server, "a.png", b"x", **own)[0] == 200
-        assert upload(server, "a.png", b"x")[0] == 200  # a program
+    with demo_under_attack(request, "origin", protected) as server:
+        num_uploads = 40
+        responses = [
+            upload(server, f"{n}.png", b"x" * 1000, **CROSS_ORIGIN) for n in range(num_uploads)
+        ]
+        refused_texts = [text for status, text in responses if status == 403]
+        call_status = call_predict(server, None, **CROSS_ORIGIN)[0]
+        same_origin = {"Origin": server.url, "Sec_Fetch_Site": "same-origin"}
+        assert upload(server, "a.png", b"x", **same_origin)[0] == 200
+        assert upload(server, "a.png", b"x")[0] == 200  # a client that is no browser
     if not protected:
-        assert (len(refused), call) == (0, 200)
+        assert (len(refused_texts), call_status) == (0, 200)
         return
-    assert (len(refused), call) == (number, 403)
-    assert {len(text.splitlines()) for text in refused} == {1}
-    fault("demo: uploads and calls from a page of another origin", "403, nothing kept", f"{number}")
+    assert (len(refused_texts), call_status) == (num_uploads, 403)
+    assert {len(text.splitlines()) for text in refused_texts} == {1}
+    fault(
+        "demo: uploads and calls from a page of another origin",
+        "403, nothing stored",
+        f"{num_uploads}",
+    )
 
 
 @pytest.mark.parametrize("protected", PROTECTED)
-def test_a_name_pointed_at_this_machine(
+def test_dns_rebinding_is_refused(
     request: pytest.FixtureRequest, protected: bool, fault: Fault
 ) -> None:
-    with attacked(request, "host", protected) as server:
+    with demo_under_attack(request, "host", protected) as server:
         port = server.url.rpartition(":")[2]
-        name = f"evil.example:{port}"
-        # to the browser, the page and its target are then one origin
-        headers = {"Host": name, "Origin": f"http://{name}", "Sec_Fetch_Site": "same-origin"}
+        host = f"evil.example:{port}"
+        # for the browser, the page and its target then have the same origin
+        headers = {"Host": host, "Origin": f"http://{host}", "Sec_Fetch_Site": "same-origin"}
         statuses = {
-            http_request(server.url, Host=name)[0],
+            http_request(server.url, Host=host)[0],
             upload(server, "a.png", b"x", **headers)[0],
         }
     assert statuses == ({421} if protected else {200})
@@ -126,45 +140,49 @@ def test_a_name_pointed_at_this_machine(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
-def test_a_flood_of_uploads(model: str, tmp_path: Path, protected: bool, fault: Fault) -> None:
-    """Four connections at once, each upload of the largest size."""
-    number, content = 72, os.urandom(10 * MEGABYTE)
-    most, statuses = 0, []
-    with alone(model, tmp_path, "limits", protected) as server, ThreadPoolExecutor(4) as pool:
+def test_uploads_are_limited_in_number_and_size(
+    model: str, tmp_path: Path, protected: bool, fault: Fault
+) -> None:
+    """Four parallel connections; each upload has the largest size."""
+    num_uploads, content = 72, os.urandom(10 * MEGABYTE)
+    max_bytes, statuses = 0, []
+    with own_demo(model, tmp_path, "limits", protected) as server, ThreadPoolExecutor(4) as pool:
 
         def send(n: int) -> int:
             return upload(server, "a.png", n.to_bytes(8, "big") + content[8:])[0]
 
-        sent = [pool.submit(send, n) for n in range(number)]
-        while not all(one.done() for one in sent):
-            most = max(most, kept_bytes(tmp_path))
+        futures = [pool.submit(send, n) for n in range(num_uploads)]
+        while not all(future.done() for future in futures):
+            max_bytes = max(max_bytes, upload_bytes(tmp_path))
             time.sleep(0.05)
-        statuses = [one.result() for one in sent]
-        most = max(most, kept_bytes(tmp_path))
+        statuses = [future.result() for future in futures]
+        max_bytes = max(max_bytes, upload_bytes(tmp_path))
     if not protected:
-        assert statuses == [200] * number
-        assert most == number * len(content)
+        assert statuses == [200] * num_uploads
+        assert max_bytes == num_uploads * len(content)
         return
-    assert (statuses.count(200), statuses.count(429)) == (60, number - 60)
-    assert most <= 200 * MEGABYTE
-    assert kept_bytes(tmp_path) == 0  # it has ended
+    assert (statuses.count(200), statuses.count(429)) == (60, num_uploads - 60)
+    assert max_bytes <= 200 * MEGABYTE
+    assert upload_bytes(tmp_path) == 0  # the demo has ended
     fault(
-        f"demo: {number} uploads of 10 MB at once",
-        "60 in a minute, then 429; never more than 200 MB on the disk; none after the end",
-        f"{most / MEGABYTE:.0f} MB at most",
+        f"demo: {num_uploads} uploads of 10 MB in parallel",
+        "60 in a minute, then 429; at most 200 MB on the disk; none after the end",
+        f"{max_bytes / MEGABYTE:.0f} MB at most",
     )
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
-def test_after_a_kill(model: str, tmp_path: Path, protected: bool, fault: Fault) -> None:
-    with alone(model, tmp_path, "cleaning", protected) as server:
+def test_the_next_start_removes_uploads_of_a_killed_demo(
+    model: str, tmp_path: Path, protected: bool, fault: Fault
+) -> None:
+    with own_demo(model, tmp_path, "cleaning", protected) as server:
         assert upload(server, "a.png", b"x" * MEGABYTE)[0] == 200
         server.interrupt(signal.SIGKILL)
-    left = kept_bytes(tmp_path)
-    assert left == MEGABYTE
-    with alone(model, tmp_path, "cleaning", protected):
-        assert kept_bytes(tmp_path) == (0 if protected else left)
+    bytes_after_kill = upload_bytes(tmp_path)
+    assert bytes_after_kill == MEGABYTE
+    with own_demo(model, tmp_path, "cleaning", protected):
+        assert upload_bytes(tmp_path) == (0 if protected else bytes_after_kill)
         assert len(list(tmp_path.glob("finetune-demo-*"))) == (1 if protected else 2)
     if protected:
         assert not list(tmp_path.glob("finetune-demo-*"))
@@ -186,20 +204,22 @@ BAD_DATA = [
 
 
 @pytest.mark.parametrize("protected", PROTECTED)
-def test_data_of_wrong_types(request: pytest.FixtureRequest, protected: bool, fault: Fault) -> None:
+def test_wrong_types_are_refused(
+    request: pytest.FixtureRequest, protected: bool, fault: Fault
+) -> None:
     statuses = set()
-    with attacked(request, "types", protected) as server:
+    with demo_under_attack(request, "types", protected) as server:
         for content in BAD_DATA:
-            call = {} if isinstance(content, int) else content
+            body = {} if isinstance(content, int) else content
             statuses.add(http_request(f"{server.url}/gradio_api/call/predict", content)[0])
             for function in range(5):
-                joined = {**call, "fn_index": function, "session_hash": "a"}
-                if (function, call.get("data")) != (1, []):  # it takes no input
-                    statuses.add(http_request(f"{server.url}/gradio_api/queue/join", joined)[0])
+                queue_body = {**body, "fn_index": function, "session_hash": "a"}
+                if (function, body.get("data")) != (1, []):  # this function has no input
+                    statuses.add(http_request(f"{server.url}/gradio_api/queue/join", queue_body)[0])
         (path,) = json.loads(upload(server, "a.png", b"x")[1])
         assert "not an image" in call_predict(server, {"path": path})[1]
-    written = "".join(server.lines)
-    assert ("Traceback" in written) is not protected
+    log = "".join(server.lines)
+    assert ("Traceback" in log) is not protected
     if not protected:
         return
     assert statuses == {403, 422}
@@ -212,21 +232,23 @@ def test_data_of_wrong_types(request: pytest.FixtureRequest, protected: bool, fa
 
 @pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
-def test_a_frame_on_another_page(
+def test_the_page_cannot_be_framed(
     request: pytest.FixtureRequest, protected: bool, fault: Fault
 ) -> None:
-    """The other page has this machine's other name, which is another origin."""
-    with attacked(request, "frames", protected) as server, browser() as chromium:
+    """The other page uses another name of this machine, which is another origin."""
+    with demo_under_attack(request, "frames", protected) as server, browser() as chromium:
         tab = chromium.new_page()
-        other = server.url.replace("127.0.0.1", "localhost")
-        tab.goto(f"{other}/robots.txt")
+        other_origin = server.url.replace("127.0.0.1", "localhost")
+        tab.goto(f"{other_origin}/robots.txt")
         tab.evaluate(
             "address => { document.body.innerHTML = `<iframe src='${address}'></iframe>`; }",
             server.url,
         )
         tab.wait_for_timeout(3000)
-        shown = [frame for frame in tab.frames[1:] if frame.query_selector("#ft-picture")]
+        frames_with_content = [
+            frame for frame in tab.frames[1:] if frame.query_selector("#ft-picture")
+        ]
         tab.close()
-    assert bool(shown) is not protected
+    assert bool(frames_with_content) is not protected
     if protected:
         fault("demo: a frame on another page", "the browser shows nothing of it")

@@ -1,6 +1,6 @@
-"""Anything at all for a recipe, a sentence, an image or weights: only errors of ours come out.
+"""Fuzzed recipes, transform specs, images and weights raise no exception except FinetuneError.
 
-The quick part tries the same few examples each time; the long part many, found from fixed seeds.
+The quick part tries the same few examples each time; the long part tries many, from fixed seeds.
 """
 
 # H W pixels
@@ -36,52 +36,54 @@ from finetune.transforms.operations import OPERATIONS
 from finetune.transforms.spec_parser import parse_transform_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PROMISE = "no exception that is not an error of ours, each within seconds"
-MOST_SECONDS = 20.0  # of one example, on a busy machine
-QUICK = 80
-MANY = 6000  # examples of each target in the long part
-LENGTHS = [
-    pytest.param(QUICK, id="quick"),
-    pytest.param(MANY, id="long", marks=pytest.mark.faults),
+PROMISE = "no exception other than FinetuneError, each within seconds"
+MAX_SECONDS = 20.0  # for one example, on a busy machine
+QUICK_EXAMPLES = 80
+LONG_EXAMPLES = 6000  # of each target, in the long part
+NUM_EXAMPLES = [
+    pytest.param(QUICK_EXAMPLES, id="quick"),
+    pytest.param(LONG_EXAMPLES, id="long", marks=pytest.mark.faults),
 ]
 
 
-def fuzz(strategy: Any, number: int, run: Callable[[Any], object]) -> tuple[int, int, float]:
-    """Try examples that are the same in every run.
+def fuzz(
+    strategy: Any, num_examples: int, try_example: Callable[[Any], object]
+) -> tuple[int, int, float]:
+    """Try the same examples in every run.
 
     Args:
-        strategy: of hypothesis.
-        number: of examples.
-        run: gives True for an example that was taken, False for one that was refused.
-    Returns: how many were tried, how many were taken, and the most seconds of computing for one.
+        strategy: the hypothesis strategy.
+        num_examples: number of examples.
+        try_example: returns True for an accepted example, False for a refused one.
+    Returns: number of tried and of accepted examples, and the longest CPU time in seconds.
     """
-    tried, taken, longest = 0, 0, 0.0
+    tried, accepted, longest = 0, 0, 0.0
 
     @seed(5)
     @settings(
-        max_examples=number,
+        max_examples=num_examples,
         deadline=None,
         database=None,
-        derandomize=number == QUICK,
+        derandomize=num_examples == QUICK_EXAMPLES,
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
-    def once(example: Any) -> None:
-        nonlocal tried, taken, longest
+    def check_one(example: Any) -> None:
+        nonlocal tried, accepted, longest
         started = time.process_time()  # a busy machine is not a slow parser
-        taken += bool(run(example))
+        accepted += bool(try_example(example))
         tried += 1
         longest = max(longest, time.process_time() - started)
 
-    once()
-    assert tried >= number // 2
-    assert longest < MOST_SECONDS
-    return tried, taken, longest
+    check_one()
+    assert tried >= num_examples // 2
+    assert longest < MAX_SECONDS
+    return tried, accepted, longest
 
 
-# --- recipes and sentences -----------------------------------------------------------------------
+# --- recipes and transform specs -----------------------------------------------------------------
 
-GOOD: dict[str, Any] = {
+VALID_RECIPE: dict[str, Any] = {
     "model": {"name": "vit_tiny", "image_size": 32, "args": {"depth": 1}},
     "data": {"source": "embedded:digits", "train": "resize(32) | flip", "mean": [0.5, 0.5, 0.5]},
     "optim": {"lr": 0.001, "steps": 4, "warmup_steps": 1, "betas": [0.9, 0.99]},
@@ -115,72 +117,74 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-# the characters that mean something to YAML, and a few that do not
-YAML = st.text(alphabet="abm:-[]{},&*!|>'\"%@`#?~=<. \n\t01e\x00\u2028\ud7ff\ufeff", max_size=60)
+# characters with a meaning in YAML, and a few without
+YAML_TEXT = st.text(
+    alphabet="abm:-[]{},&*!|>'\"%@`#?~=<. \n\t01e\x00\u2028\ud7ff\ufeff", max_size=60
+)
 
 
-def accepts(call: Callable[[], object], *errors: type[Exception]) -> bool:
-    """True if a call succeeds; its errors must be of these kinds, with a readable message."""
-    said = "-"
+def succeeds(call: Callable[[], object], *errors: type[Exception]) -> bool:
+    """Return whether a call succeeds; it may only raise these errors, with a message."""
+    message = "-"
     try:
         call()
     except errors as error:
-        said = str(error)
-    assert 0 < len(said) < 20_000
-    return said == "-"
+        message = str(error)
+    assert 0 < len(message) < 20_000
+    return message == "-"
 
 
-def takes(text: str) -> bool:
-    """True for a recipe; its resolved text must be that of an equal one."""
-    taken = accepts(lambda: parse_recipe(text), RecipeError)
-    if taken:
+def is_valid_recipe(text: str) -> bool:
+    """Return whether a recipe is valid; then its YAML must parse to an equal recipe."""
+    is_valid = succeeds(lambda: parse_recipe(text), RecipeError)
+    if is_valid:
         recipe = parse_recipe(text)
         assert parse_recipe(recipe.to_yaml()) == recipe
-    return taken
+    return is_valid
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_recipes_of_any_text(number: int, fault: Callable[..., None]) -> None:
-    text = yaml.safe_dump(GOOD)
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_recipe_text(num_examples: int, fault: Callable[..., None]) -> None:
+    text = yaml.safe_dump(VALID_RECIPE)
 
-    def spliced(part: tuple[int, int, str]) -> str:
+    def splice(part: tuple[int, int, str]) -> str:
         start, length, new = part
         return text[:start] + new + text[start + length :]
 
-    splices = st.tuples(st.integers(0, len(text)), st.integers(0, 9), YAML).map(spliced)
-    texts = st.one_of(st.text(), YAML, splices)
-    tell(fault, "recipes of any text", fuzz(texts, number, takes))
+    splices = st.tuples(st.integers(0, len(text)), st.integers(0, 9), YAML_TEXT).map(splice)
+    texts = st.one_of(st.text(), YAML_TEXT, splices)
+    add_row(fault, "random recipe text", fuzz(texts, num_examples, is_valid_recipe))
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_recipes_of_any_values(number: int, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_recipe_values(num_examples: int, fault: Callable[..., None]) -> None:
     def run(changes: list[tuple[str, Any]]) -> bool:
-        tree = json.loads(json.dumps(GOOD))
+        tree = json.loads(json.dumps(VALID_RECIPE))
         for key, value in changes:
             section, _, name = key.partition(".")
             tree[section][name] = value
-        return takes(yaml.safe_dump(tree))
+        return is_valid_recipe(yaml.safe_dump(tree))
 
     changes = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
-    tell(fault, "recipes of any values", fuzz(changes, number, run))
+    add_row(fault, "recipes with random values", fuzz(changes, num_examples, run))
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_overrides(number: int, fault: Callable[..., None]) -> None:
-    text = yaml.safe_dump(GOOD)
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_overrides(num_examples: int, fault: Callable[..., None]) -> None:
+    text = yaml.safe_dump(VALID_RECIPE)
 
     def run(overrides: list[str]) -> bool:
-        return accepts(lambda: parse_recipe(text, overrides=overrides), RecipeError)
+        return succeeds(lambda: parse_recipe(text, overrides=overrides), RecipeError)
 
     keys = st.one_of(st.sampled_from(KEYS), st.text(max_size=10))
-    values = st.one_of(YAML, SCALARS.map(str), st.text(max_size=20))
+    values = st.one_of(YAML_TEXT, SCALARS.map(str), st.text(max_size=20))
     pairs = st.tuples(keys, st.sampled_from(["=", "", ".x=", "=="]), values).map("".join)
-    tell(fault, "overrides", fuzz(st.lists(pairs, max_size=3), number, run))
+    add_row(fault, "random overrides", fuzz(st.lists(pairs, max_size=3), num_examples, run))
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_sentences(number: int, fault: Callable[..., None]) -> None:
-    odd = [
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_transform_specs(num_examples: int, fault: Callable[..., None]) -> None:
+    unusual = [
         "1e999",
         "10**9",
         "**{}",
@@ -194,25 +198,25 @@ def test_sentences(number: int, fault: Callable[..., None]) -> None:
         "__import__",
     ]
     marks = ["size", "scale", "p", "degrees", "(", ")", "=", ",", " | ", "|", "-", "1", "0.5"]
-    words = st.sampled_from([*OPERATIONS, *marks, *odd])
-    sentences = st.one_of(st.lists(words, max_size=20).map("".join), st.text())
+    words = st.sampled_from([*OPERATIONS, *marks, *unusual])
+    specs = st.one_of(st.lists(words, max_size=20).map("".join), st.text())
 
-    def run(sentence: str) -> bool:
-        return accepts(lambda: parse_transform_spec(sentence), RecipeError)
+    def run(spec: str) -> bool:
+        return succeeds(lambda: parse_transform_spec(spec), RecipeError)
 
-    tell(fault, "the pipeline sentence", fuzz(sentences, number, run))
+    add_row(fault, "random transform specs", fuzz(specs, num_examples, run))
 
 
 # --- images --------------------------------------------------------------------------------------
 
 
-def images() -> dict[str, bytes]:
+def encode_images() -> dict[str, bytes]:
     pixels = sample_image(9, 13)
     exif = Image.Exif()
     exif[0x0112] = 6
     palette = Image.fromarray(pixels).quantize(8)
     alpha = np.dstack([pixels, pixels[..., 0]])
-    several: dict[str, Any] = {"save_all": True, "append_images": [palette.convert("RGB")]}
+    animation: dict[str, Any] = {"save_all": True, "append_images": [palette.convert("RGB")]}
     return {
         "JPEG": encode_image(pixels, "JPEG", exif=exif),
         "JPEG, progressive": encode_image(pixels, "JPEG", progressive=True),
@@ -221,7 +225,7 @@ def images() -> dict[str, bytes]:
         "PNG, palette": encode_image(palette, "PNG", transparency=1),
         "PNG, 16 bits": encode_image(pixels[..., 0].astype(np.uint16) * 257, "PNG"),
         "WebP": encode_image(alpha, "WEBP", lossless=True),
-        "GIF": encode_image(Image.fromarray(pixels), "GIF", **several),
+        "GIF": encode_image(Image.fromarray(pixels), "GIF", **animation),
         "TIFF": encode_image(pixels, "TIFF"),
         "TIFF, deflate": encode_image(alpha, "TIFF", compression="tiff_adobe_deflate"),
         "TIFF, float": encode_image(pixels[..., 0].astype(np.float32) / 255, "TIFF"),
@@ -230,7 +234,7 @@ def images() -> dict[str, bytes]:
     }
 
 
-IMAGES = images()
+IMAGES = encode_images()
 EDITS = st.lists(
     st.tuples(
         st.sampled_from(["set", "flip", "cut", "insert", "repeat"]),
@@ -242,28 +246,28 @@ EDITS = st.lists(
 )
 
 
-def edited(content: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
-    """A file with some bytes set, flipped, cut away, put in or repeated."""
-    changed = bytearray(content)
-    for kind, share, new in edits:
-        place = int(share * len(changed))
+def apply_edits(content: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
+    """Return the content with bytes set, flipped, removed, inserted or repeated."""
+    edited = bytearray(content)
+    for kind, fraction, new in edits:
+        position = int(fraction * len(edited))
         if kind == "set":
-            changed[place : place + len(new)] = new
-        elif kind == "flip" and place < len(changed):
-            changed[place] ^= new[0] or 1
+            edited[position : position + len(new)] = new
+        elif kind == "flip" and position < len(edited):
+            edited[position] ^= new[0] or 1
         elif kind == "cut":
-            del changed[place : place + 1 + new[0]]
+            del edited[position : position + 1 + new[0]]
         elif kind == "insert":
-            changed[place:place] = new
+            edited[position:position] = new
         elif kind == "repeat":
-            changed += changed[place : place + 64]
-    return bytes(changed)
+            edited += edited[position : position + 64]
+    return bytes(edited)
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_images(number: int, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_damaged_images(num_examples: int, fault: Callable[..., None]) -> None:
     def run(example: tuple[str, list[tuple[str, float, bytes]]]) -> bool:
-        content = edited(IMAGES[example[0]], example[1])
+        content = apply_edits(IMAGES[example[0]], example[1])
 
         def read() -> None:
             pixels_HWC = decode_image(content)
@@ -271,81 +275,97 @@ def test_images(number: int, fault: Callable[..., None]) -> None:
             assert pixels_HWC.ndim == 3
             assert pixels_HWC.shape[2] == 3
 
-        return accepts(read, DataError)
+        return succeeds(read, DataError)
 
     examples = st.tuples(st.sampled_from(list(IMAGES)), EDITS)
-    tell(fault, f"images of {len(IMAGES)} kinds with damaged bytes", fuzz(examples, number, run))
+    add_row(
+        fault,
+        f"images in {len(IMAGES)} formats with damaged bytes",
+        fuzz(examples, num_examples, run),
+    )
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_timm_folder(tmp_path_factory.mktemp("fuzz") / "net")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "pth"])
-@pytest.mark.parametrize("number", LENGTHS)
-def test_tensors(number: int, kind: str, tmp_path: Path, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("suffix", ["safetensors", "npz", "pth"])
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_damaged_weight_files(
+    num_examples: int, suffix: str, tmp_path: Path, fault: Callable[..., None]
+) -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
-    path = tmp_path / f"w.{kind}"
-    if kind == "safetensors":
+    path = tmp_path / f"w.{suffix}"
+    if suffix == "safetensors":
         content = save(tensors)
     else:
         stream = io.BytesIO()
-        if kind == "npz":
+        if suffix == "npz":
             np.savez(stream, **{name: tensor.numpy() for name, tensor in tensors.items()})
         else:
             torch.save(tensors, stream)
         content = stream.getvalue()
 
     def run(edits: list[tuple[str, float, bytes]]) -> bool:
-        path.write_bytes(edited(content, edits))
-        return accepts(lambda: read_tensors(path), WeightsError)
+        path.write_bytes(apply_edits(content, edits))
+        return succeeds(lambda: read_tensors(path), WeightsError)
 
-    tell(fault, f".{kind} with damaged bytes", fuzz(EDITS, min(number, 2000), run))
+    add_row(fault, f".{suffix} with damaged bytes", fuzz(EDITS, min(num_examples, 2000), run))
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_headers_of_safetensors(number: int, tmp_path: Path, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_safetensors_headers(
+    num_examples: int, tmp_path: Path, fault: Callable[..., None]
+) -> None:
     path = tmp_path / "w.safetensors"
-    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    valid_entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
     def run(changes: dict[str, Any]) -> bool:
-        text = json.dumps({"a": {**good, **changes}} if isinstance(changes, dict) else changes)
+        text = json.dumps(
+            {"a": {**valid_entry, **changes}} if isinstance(changes, dict) else changes
+        )
         path.write_bytes(struct.pack("<Q", len(text.encode())) + text.encode() + bytes(8))
-        return accepts(lambda: read_tensors(path), WeightsError)
+        return succeeds(lambda: read_tensors(path), WeightsError)
 
     parts = st.sampled_from(["dtype", "shape", "data_offsets", "more"])
     changes = st.one_of(st.dictionaries(parts, VALUES, max_size=3), VALUES)
-    tell(fault, "headers of safetensors", fuzz(changes, min(number, 3000), run))
+    add_row(fault, "random safetensors headers", fuzz(changes, min(num_examples, 3000), run))
 
 
-@pytest.mark.parametrize("number", LENGTHS)
-def test_configurations(number: int, net: Path, fault: Callable[..., None]) -> None:
-    good = json.loads((net / "config.json").read_text())
-    places = [(None, key) for key in (*good, "labels", "calibration", "num_features")]
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_config_values(
+    num_examples: int, model_folder: Path, fault: Callable[..., None]
+) -> None:
+    valid_config = json.loads((model_folder / "config.json").read_text())
+    keys = [(None, key) for key in (*valid_config, "labels", "calibration", "num_features")]
     for section in ("model_args", "pretrained_cfg"):
-        places += [(section, key) for key in (*good[section], "label_offset", "class_token", "x")]
+        keys += [
+            (section, key) for key in (*valid_config[section], "label_offset", "class_token", "x")
+        ]
 
     def run(changes: list[tuple[tuple[str | None, str], Any]]) -> bool:
-        tree = json.loads(json.dumps(good))
+        tree = json.loads(json.dumps(valid_config))
         for (section, key), value in changes:
             inner = tree if section is None else tree.get(section)
             if isinstance(inner, dict):
                 inner[key] = copy.deepcopy(value)
-        (net / "config.json").write_text(json.dumps(tree))
-        return accepts(lambda: build_model(str(net), image_size=None), WeightsError, RecipeError)
+        (model_folder / "config.json").write_text(json.dumps(tree))
+        return succeeds(
+            lambda: build_model(str(model_folder), image_size=None), WeightsError, RecipeError
+        )
 
-    small = st.one_of(
+    values = st.one_of(
         st.sampled_from([None, True, -1, 0, 1, 2, 3, 7, 8, 64, 2**40, 1e308, 0.5, "x", "", "map"]),
         st.sampled_from([[], {}, [1], [8, 8], [3, 32, 32], {"a": 1}, float("nan"), [[1]], "relu"]),
     )
-    changes = st.lists(st.tuples(st.sampled_from(places), small), min_size=1, max_size=3)
-    tell(fault, "config.json of any values", fuzz(changes, min(number, 1500), run))
+    changes = st.lists(st.tuples(st.sampled_from(keys), values), min_size=1, max_size=3)
+    add_row(fault, "config.json with random values", fuzz(changes, min(num_examples, 1500), run))
 
 
-def tell(fault: Callable[..., None], name: str, told: tuple[int, int, float]) -> None:
-    tried, taken, _ = told
-    fault(f"fuzzing: {name}", PROMISE, f"{tried:,} examples, {taken:,} of them taken")
+def add_row(fault: Callable[..., None], name: str, counts: tuple[int, int, float]) -> None:
+    tried, accepted, _ = counts
+    fault(f"fuzzing: {name}", PROMISE, f"{tried:,} examples, {accepted:,} of them accepted")

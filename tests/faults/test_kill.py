@@ -1,8 +1,8 @@
-"""SIGKILL at any moment: the run goes on from a verified checkpoint to the same weights.
+"""SIGKILL at any time: the run continues from a verified checkpoint to the same weights.
 
-Each trial kills a run in which everything that is random or has a state is on, at moments that
-its number draws: before a step or file operation, in the middle of a file, or at any time. Only
-the pictures of the card and the report are not drawn; their files are written.
+Each trial kills a run with everything on that is random or has state. Its number seeds the time of
+the kill: before a step or file operation, in the middle of a file, or at a random time. The plots
+and the report are replaced by small files.
 """
 
 from __future__ import annotations
@@ -44,97 +44,103 @@ RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 PROMISE = "it resumes from the newest verified checkpoint to bit-identical final weights"
 
 
-class Whole(NamedTuple):
-    """A run that nothing has stopped."""
+class ReferenceRun(NamedTuple):
+    """Results of an uninterrupted run."""
 
     weights: bytes
     losses: list[float]
-    moments: int
+    num_kill_points: int
     seconds: float
 
 
 @pytest.fixture(scope="module")
-def whole(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def reference(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(RECIPE, out)  # here, so that the children find everything imported
-    began = time.monotonic()
-    moments = count_kill_points(RECIPE, out.with_name("counted"))
-    assert moments > 100, "steps and the operations on files, of several saves"
+    train(RECIPE, out)  # in this process, so that the children have all imports
+    started = time.monotonic()
+    num_kill_points = count_kill_points(RECIPE, out.with_name("counted"))
+    assert num_kill_points > 100, "too few: each save has many file operations"
     assert read_weights(out.with_name("counted")) == read_weights(out)
-    return Whole(read_weights(out), read_train_losses(out), moments, time.monotonic() - began)
+    return ReferenceRun(
+        read_weights(out), read_train_losses(out), num_kill_points, time.monotonic() - started
+    )
 
 
 def finish(out: Path) -> None:
     check_child_success(run_in_child(lambda: train(RECIPE, out, resume=True)))
 
 
-def differences(out: Path, whole: Whole) -> list[str]:
-    """Names of the parts that differ: pytest would compare the values line by line."""
+def differences(out: Path, reference: ReferenceRun) -> list[str]:
+    """Return the names of the parts that differ; pytest would compare the values line by line."""
     same = {
-        "weights": read_weights(out) == whole.weights,
-        "losses": read_train_losses(out) == whole.losses,
+        "weights": read_weights(out) == reference.weights,
+        "losses": read_train_losses(out) == reference.losses,
     }
     return [name for name, is_same in same.items() if not is_same]
 
 
-def check(out: Path, whole: Whole) -> None:
-    assert differences(out, whole) == []
+def check_same_result(out: Path, reference: ReferenceRun) -> None:
+    assert differences(out, reference) == []
     assert json.loads((out / "run.json").read_text())["status"] == "done"
     assert check_all_checkpoints(out)[-1] == 8
     assert temporary_files(out) == []
 
 
-def trials(count: int, quick: int) -> list[Any]:
-    """The numbers of the trials; all but the quick ones are the long part."""
-    return [pytest.param(n, marks=[pytest.mark.faults] if n >= quick else []) for n in range(count)]
+def numbered_trials(count: int, num_quick: int) -> list[Any]:
+    """Return the numbers of the trials; all but the quick ones are marked as long."""
+    return [
+        pytest.param(n, marks=[pytest.mark.faults] if n >= num_quick else []) for n in range(count)
+    ]
 
 
-@pytest.mark.parametrize("trial", trials(75, 3))
-def test_killed_between_two_operations(trial: int, whole: Whole, tmp_path: Path, fault) -> None:
-    draw, out = random.Random(trial), tmp_path / "run"
-    first = draw.randrange(1, whole.moments + 1)
-    assert child_exit_code(lambda: train_until_kill_point(first, RECIPE, out)) == -signal.SIGKILL
-    for _ in range(trial % 3):  # and again while it resumes, or later
-        moment = draw.randrange(1, whole.moments // 2)
-        assert child_exit_code(lambda at=moment: train_until_kill_point(at, RECIPE, out)) in (
+@pytest.mark.parametrize("trial", numbered_trials(75, 3))
+def test_kill_at_a_kill_point(trial: int, reference: ReferenceRun, tmp_path: Path, fault) -> None:
+    rng, out = random.Random(trial), tmp_path / "run"
+    kill_at = rng.randrange(1, reference.num_kill_points + 1)
+    assert child_exit_code(lambda: train_until_kill_point(kill_at, RECIPE, out)) == -signal.SIGKILL
+    for _ in range(trial % 3):  # kill again during or after the resume
+        next_kill_at = rng.randrange(1, reference.num_kill_points // 2)
+        assert child_exit_code(lambda n=next_kill_at: train_until_kill_point(n, RECIPE, out)) in (
             0,
             -signal.SIGKILL,
         )
     finish(out)
-    check(out, whole)
+    check_same_result(out, reference)
     fault("SIGKILL of one process", PROMISE, "killed before and in file operations, steps, writes")
 
 
-@pytest.mark.parametrize("trial", trials(25, 1))
-def test_killed_at_any_time(trial: int, whole: Whole, tmp_path: Path, fault) -> None:
-    draw, out = random.Random(1000 + trial), tmp_path / "run"
-    with tempfile.TemporaryFile() as said:
-        child = fork_process(lambda: train(RECIPE, out, resume=True), said.fileno())
-        time.sleep(draw.uniform(0.1, 1) * whole.seconds)
+@pytest.mark.parametrize("trial", numbered_trials(25, 1))
+def test_kill_at_a_random_time(trial: int, reference: ReferenceRun, tmp_path: Path, fault) -> None:
+    rng, out = random.Random(1000 + trial), tmp_path / "run"
+    with tempfile.TemporaryFile() as output:
+        child = fork_process(lambda: train(RECIPE, out, resume=True), output.fileno())
+        time.sleep(rng.uniform(0.1, 1) * reference.seconds)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     finish(out)
-    check(out, whole)
+    check_same_result(out, reference)
     fault("SIGKILL of one process", PROMISE, "killed at random times")
 
 
-@pytest.mark.parametrize("trial", trials(5, 1))
-def test_the_control_without_keyed_augmentation(
-    trial: int, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
+@pytest.mark.parametrize("trial", numbered_trials(5, 1))
+def test_control_without_keyed_augmentation(
+    trial: int, reference: ReferenceRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
 ) -> None:
     import numpy as np
 
-    def unkeyed(seed: int, epoch: int, indices: Any) -> Any:
+    def random_keys(seed: int, epoch: int, indices: Any) -> Any:
         return np.random.default_rng(os.getpid()).integers(2**63, size=len(indices)).astype("u8")
 
-    monkeypatch.setattr("finetune.data.loader.sample_keys", unkeyed)
+    monkeypatch.setattr("finetune.data.sampler.sample_keys", random_keys)
     out = tmp_path / "run"
-    moment = random.Random(trial).randrange(whole.moments // 4, whole.moments // 2)
-    assert child_exit_code(lambda: train_until_kill_point(moment, RECIPE, out)) == -signal.SIGKILL
+    kill_at = random.Random(trial).randrange(
+        reference.num_kill_points // 4, reference.num_kill_points // 2
+    )
+    assert child_exit_code(lambda: train_until_kill_point(kill_at, RECIPE, out)) == -signal.SIGKILL
     finish(out)
-    assert "weights" in differences(out, whole)
+    assert "weights" in differences(out, reference)
     fault(
-        "SIGKILL, keyed augmentation switched off",
+        "SIGKILL, without keyed augmentation",
         "the control: the same test must fail",
         "the weights differ",
     )
@@ -144,56 +150,63 @@ def test_the_control_without_keyed_augmentation(
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
     out = tmp_path_factory.mktemp("two") / "run"
     counts = [out.with_name(f"moments-{rank}") for rank in (0, 1)]
 
-    def counted(rank: int) -> None:
-        moments = KillPoints().install()
+    def train_and_count(rank: int) -> None:
+        kill_points = KillPoints().install()
         train(RECIPE, out)
-        counts[rank].write_text(str(moments.count))
+        counts[rank].write_text(str(kill_points.count))
 
-    began = time.monotonic()
-    codes, said = run_ranks([lambda: counted(0), lambda: counted(1)])
-    assert codes == [0, 0], said
+    started = time.monotonic()
+    codes, output = run_ranks([lambda: train_and_count(0), lambda: train_and_count(1)])
+    assert codes == [0, 0], output
     assert json.loads((out / "run.json").read_text())["num_processes"] == 2
-    return Whole(
+    return ReferenceRun(
         read_weights(out),
         read_train_losses(out),
         int(counts[0].read_text()),
-        time.monotonic() - began,
+        time.monotonic() - started,
     )
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("trial", range(20))
-def test_killed_on_two_processes(trial: int, whole_of_two: Whole, tmp_path: Path, fault) -> None:
-    """By turns: both at a moment of rank 0, rank 0 alone, rank 1 before a step, both at a time."""
-    draw, out, kind = random.Random(trial), tmp_path / "run", trial % 4
-    moment = draw.randrange(1, whole_of_two.moments + 1)
+def test_kill_on_two_processes(
+    trial: int, reference_of_two: ReferenceRun, tmp_path: Path, fault
+) -> None:
+    """In turn: kill both at a kill point of rank 0, rank 0, rank 1, or both at a random time."""
+    rng, out, kind = random.Random(trial), tmp_path / "run", trial % 4
+    kill_at = rng.randrange(1, reference_of_two.num_kill_points + 1)
 
-    def plain() -> None:
+    def train_normally() -> None:
         train(RECIPE, out, resume=True)
 
-    def all_die() -> None:
-        KillPoints(moment, lambda: os.killpg(0, signal.SIGKILL)).install()
-        plain()
+    def kill_both() -> None:
+        KillPoints(kill_at, lambda: os.killpg(0, signal.SIGKILL)).install()
+        train_normally()
 
-    def dies() -> None:
-        train_until_kill_point(moment, RECIPE, out)
+    def kill_self() -> None:
+        train_until_kill_point(kill_at, RECIPE, out)
 
-    def dies_before_a_step() -> None:
-        train_until_kill_point(draw.randrange(1, 9), RECIPE, out)
+    def kill_self_early() -> None:
+        train_until_kill_point(rng.randrange(1, 9), RECIPE, out)
 
-    works = [(all_die, plain), (dies, plain), (plain, dies_before_a_step), (plain, plain)][kind]
-    with tempfile.TemporaryFile() as said:
-        ranks = start_ranks(works, said.fileno())
+    works = [
+        (kill_both, train_normally),
+        (kill_self, train_normally),
+        (train_normally, kill_self_early),
+        (train_normally, train_normally),
+    ][kind]
+    with tempfile.TemporaryFile() as output_file:
+        ranks = start_ranks(works, output_file.fileno())
         if kind == 3:
-            time.sleep(draw.uniform(0.1, 1) * whole_of_two.seconds)
+            time.sleep(rng.uniform(0.1, 1) * reference_of_two.seconds)
             os.killpg(ranks[0], signal.SIGKILL)
         codes = wait_for_ranks(ranks)
     assert kind == 3 or -signal.SIGKILL in codes
-    codes, told = run_ranks([plain, plain])
-    assert codes == [0, 0], told
-    check(out, whole_of_two)
+    codes, output = run_ranks([train_normally, train_normally])
+    assert codes == [0, 0], output
+    check_same_result(out, reference_of_two)
     fault("SIGKILL on two processes (gloo)", PROMISE, "one rank or both")

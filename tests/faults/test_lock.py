@@ -1,11 +1,10 @@
-"""Two runs in one directory: the second ends and names the first; the dead hold no lock."""
+"""Two runs in one directory: the second fails and names the first; dead processes hold no lock."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import re
 import signal
 import socket
 import tempfile
@@ -40,89 +39,91 @@ from finetune.training.trainer_state import TrainerState
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
-SECOND = "exit code 5 and the first one's process; the first one is not disturbed"
-STALE = "it is taken over, and the run goes on to the same weights"
-READERS = "works, or says that there is nothing yet; the run is not disturbed"
+REFUSED = "exit code 5 and the process of the first run, which continues undisturbed"
+TAKEN_OVER = "it is taken over, and the run continues to the same weights"
+NOT_DISTURBED = "works, or reports that no model exists yet; the run is not disturbed"
 
 
-class Paused:
-    """A run that stands still between two steps until it is told to go on."""
+class PausedRun:
+    """A run that pauses between two steps until `finish` is called."""
 
-    def __init__(self, out: Path, before: int) -> None:
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
-        waits, go = os.pipe()
-        reached, tells = os.pipe()
+    def __init__(self, out: Path, at_step: int) -> None:
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
+        wait_fd, continue_fd = os.pipe()
+        reached_fd, signal_fd = os.pipe()
 
         def work() -> None:
-            os.close(go)
+            os.close(continue_fd)
             step = TrainerState.train_step
 
             def waiting_step(trainer: TrainerState, *args: object) -> None:
-                if trainer.counters.step == before:
-                    os.write(tells, b"!")
-                    os.read(waits, 1)
+                if trainer.counters.step == at_step:
+                    os.write(signal_fd, b"!")
+                    os.read(wait_fd, 1)
                 step(trainer, *args)
 
             TrainerState.train_step = waiting_step  # type: ignore[method-assign]
             train(RECIPE, out, resume=True)
 
-        self.process = fork_process(work, self.said.fileno())
-        os.close(tells)
-        os.close(waits)
-        self._go = go
-        assert os.read(reached, 1) == b"!", "the run ended before it got there"
-        os.close(reached)
+        self.process = fork_process(work, self.output.fileno())
+        os.close(signal_fd)
+        os.close(wait_fd)
+        self._continue_fd = continue_fd
+        assert os.read(reached_fd, 1) == b"!", "the run ended before that step"
+        os.close(reached_fd)
 
-    def end(self) -> ChildResult:
-        """Let it finish."""
-        os.close(self._go)
+    def finish(self) -> ChildResult:
+        """Let the run continue to its end."""
+        os.close(self._continue_fd)
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
         self.process = 0
-        self.said.seek(0)
-        return ChildResult(code, self.said.read().decode())
+        self.output.seek(0)
+        return ChildResult(code, self.output.read().decode())
 
     def kill(self) -> None:
         if self.process:
             os.kill(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
-        self.said.close()
+        self.output.close()
 
 
 @pytest.fixture
-def paused(tmp_path: Path) -> Iterator[Callable[..., Paused]]:
-    runs: list[Paused] = []
+def start_paused_run(tmp_path: Path) -> Iterator[Callable[..., PausedRun]]:
+    runs: list[PausedRun] = []
 
-    def begin(out: Path, before: int = 5) -> Paused:
-        runs.append(Paused(out, before))
+    def start(out: Path, at_step: int = 5) -> PausedRun:
+        runs.append(PausedRun(out, at_step))
         return runs[-1]
 
-    yield begin
+    yield start
     for run in runs:
         run.kill()
 
 
-def check_undisturbed(run: Paused, out: Path, whole: Path) -> None:
-    check_child_success(run.end())
-    assert read_weights(out) == read_weights(whole)
-    assert read_train_losses(out) == read_train_losses(whole)
+def check_undisturbed(run: PausedRun, out: Path, finished_run: Path) -> None:
+    check_child_success(run.finish())
+    assert read_weights(out) == read_weights(finished_run)
+    assert read_train_losses(out) == read_train_losses(finished_run)
 
 
 @pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
-def test_a_second_run(resume: bool, whole: Path, tmp_path: Path, paused, fault) -> None:
+def test_a_second_run_is_refused(
+    resume: bool, finished_run: Path, tmp_path: Path, start_paused_run, fault
+) -> None:
     out = tmp_path / "run"
-    first = paused(out)
-    for _ in range(2):  # whoever was refused takes no lock away
-        ended = run_in_child(lambda: train(RECIPE, out, resume=resume))
-        check_child_error(ended, "setup.in_use", out, f"{first.process} on {socket.gethostname()}")
+    first = start_paused_run(out)
+    for _ in range(2):  # a refused run does not remove the lock
+        result = run_in_child(lambda: train(RECIPE, out, resume=resume))
+        check_child_error(result, "setup.in_use", out, f"{first.process} on {socket.gethostname()}")
     link = tmp_path / "another-name"
     link.symlink_to(out)
     assert child_exit_code(lambda: train(RECIPE, link, resume=resume)) == 5
-    check_undisturbed(first, out, whole)
-    fault("a second run in the same directory", SECOND)
+    check_undisturbed(first, out, finished_run)
+    fault("a second run in the same directory", REFUSED)
 
 
-def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
-    """The kernel's lock is the process's, so that its threads must be told apart otherwise."""
+def test_two_runs_in_one_process(tmp_path: Path, fault) -> None:
+    """The kernel lock belongs to the process, so it cannot separate two runs in one process."""
     first = RunDir(tmp_path / "run")
     first.open()
     (tmp_path / "other").mkdir()
@@ -130,25 +131,25 @@ def test_two_runs_of_one_process(tmp_path: Path, fault) -> None:
         with refused("setup.in_use", tmp_path / name, os.getpid()):
             RunDir(tmp_path / name).open()
     held = child_exit_code(lambda: RunDir(tmp_path / "run").open())
-    assert held == 5, "whoever was refused has not dropped the lock"
+    assert held == 5, "the refused run has dropped the lock"
     first.close()
     first.open()
     first.close()
-    fault("a second run in the same directory", SECOND)
+    fault("a second run in the same directory", REFUSED)
 
 
-def test_a_process_that_is_just_ending(tmp_path: Path, fault) -> None:
-    """What a launcher starts anew may find the rank 0 before, on another machine perhaps."""
+def test_open_waits_for_a_process_that_is_ending(tmp_path: Path, fault) -> None:
+    """A restarted rank 0 may start while the previous one, perhaps elsewhere, still ends."""
     run, (reader, writer) = RunDir(tmp_path / "run"), os.pipe()
 
-    def ends_soon() -> None:
-        held = RunDir(run.path)
-        held.open()
+    def hold_for_two_seconds() -> None:
+        run_dir = RunDir(run.path)
+        run_dir.open()
         os.write(writer, b"!")
         time.sleep(2)
 
-    with tempfile.TemporaryFile() as said:
-        first = fork_process(ends_soon, said.fileno())
+    with tempfile.TemporaryFile() as output:
+        first = fork_process(hold_for_two_seconds, output.fileno())
     assert os.read(reader, 1) == b"!"
     with refused("setup.in_use", run.path, first):
         run.open(timeout_seconds=0.3)
@@ -156,54 +157,54 @@ def test_a_process_that_is_just_ending(tmp_path: Path, fault) -> None:
     run.close()
     os.waitpid(first, 0)
     fault(
-        "a restart by torchrun while the rank 0 before still ends",
+        "a restart by torchrun while the previous rank 0 still ends",
         "it waits up to 30 seconds for the run directory",
     )
 
 
-def test_many_runs_at_once(whole: Path, tmp_path: Path, fault) -> None:
+def test_four_runs_start_together(finished_run: Path, tmp_path: Path, fault) -> None:
     out = tmp_path / "run"
-    with tempfile.TemporaryFile() as said:
-        children = [fork_process(lambda: train(RECIPE, out), said.fileno()) for _ in range(4)]
+    with tempfile.TemporaryFile() as output:
+        children = [fork_process(lambda: train(RECIPE, out), output.fileno()) for _ in range(4)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        said.seek(0)
-        text = said.read().decode()
+        output.seek(0)
+        text = output.read().decode()
     assert sorted(codes) == [0, 5, 5, 5], text
-    assert read_weights(out) == read_weights(whole)
-    assert read_train_losses(out) == read_train_losses(whole)
-    fault("four runs begin in one directory at once", "one runs, the others end with exit code 5")
+    assert read_weights(out) == read_weights(finished_run)
+    assert read_train_losses(out) == read_train_losses(finished_run)
+    fault("four runs start in one directory together", "one runs, the others end with exit code 5")
 
 
 @pytest.mark.parametrize(
     "holder",
     [
-        "{parent} on {host}\n",  # a number that another process has now
+        "{parent} on {host}\n",  # a process id that is in use again
         "1 on {host}\n",
-        "4194000 on {host}\n",  # nobody's
+        "4194000 on {host}\n",  # an unused process id
         "77 on another-host\n",
         "",
         "\0\0\0 on",
     ],
     ids=["reused", "init", "nobody", "other-host", "empty", "damaged"],
 )
-def test_a_lock_that_nobody_holds(
-    holder: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
+def test_the_lock_file_of_a_dead_process_is_taken_over(
+    holder: str, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
 ) -> None:
-    """The kernel keeps the lock and drops it with its process; the text is only for people."""
+    """The kernel releases the lock with its process; the text is only for error messages."""
     out = tmp_path / "run"
     assert child_exit_code(lambda: train_until_kill_point(60, RECIPE, out)) == -signal.SIGKILL
-    assert (out / ".lock").read_text(), "it was killed with the lock"
+    assert (out / ".lock").read_text(), "it did not hold the lock"
     text = holder.format(parent=os.getpid(), host=socket.gethostname())
     (out / ".lock").write_text(text)
     check_child_success(run_in_child(lambda: train(RECIPE, out, resume=True)))
-    assert read_weights(out) == read_weights(whole)
+    assert read_weights(out) == read_weights(finished_run)
     assert temporary_files(out) == []
-    fault("the lock of a dead process, whatever number and host it names", STALE)
+    fault("the lock of a dead process, with any process id and host", TAKEN_OVER)
 
 
-def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None:
-    """On a shared file system the lock is the file server's: its text tells where it is held."""
-    out = copy_run(whole, tmp_path / "run")
+def test_a_lock_held_on_another_host(finished_run: Path, tmp_path: Path, fault) -> None:
+    """On a shared file system the file server has the lock; its text names the holder."""
+    out = copy_run(finished_run, tmp_path / "run")
     reader, writer = os.pipe()
 
     def hold() -> None:
@@ -214,48 +215,50 @@ def test_a_lock_held_on_another_host(whole: Path, tmp_path: Path, fault) -> None
             os.write(writer, b"!")
             time.sleep(600)
 
-    with tempfile.TemporaryFile() as said:
-        holder = fork_process(hold, said.fileno())
+    with tempfile.TemporaryFile() as output:
+        holder = fork_process(hold, output.fileno())
     try:
         os.read(reader, 1)
-        ended = run_in_child(lambda: train(RECIPE, out, resume=True))
+        result = run_in_child(lambda: train(RECIPE, out, resume=True))
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-    check_child_error(ended, "setup.in_use", out, "77 on another-host")
+    check_child_error(result, "setup.in_use", out, "77 on another-host")
     fault("a lock that is held on another host", "exit code 5 and that process and host")
 
 
-@pytest.mark.parametrize("verb", ["eval", "predict", "report", "push", "info"])
-def test_verbs_that_read_while_it_trains(
-    verb: str, whole: Path, tmp_path: Path, image_folder: Path, paused, fault
+@pytest.mark.parametrize("command", ["eval", "predict", "report", "push", "info"])
+def test_commands_that_read_a_run_during_training(
+    command: str, finished_run: Path, tmp_path: Path, image_folder: Path, start_paused_run, fault
 ) -> None:
     out = tmp_path / "run"
-    first = paused(out)
-    before = (out / ".lock").read_text()
-    words = {
+    first = start_paused_run(out)
+    lock_text = (out / ".lock").read_text()
+    arguments = {
         "eval": ("eval", out),
         "predict": ("predict", out, image_folder / "test"),
         "report": ("report", out),
         "push": ("push", out, "me/repository"),
         "info": ("info", out),
     }
-    ended = run_command_in_child(*words[verb])
-    assert "Traceback" not in ended.output
-    if verb == "report":
-        assert ended.exit_code == 0, ended.output
+    result = run_command_in_child(*arguments[command])
+    assert "Traceback" not in result.output
+    if command == "report":
+        assert result.exit_code == 0, result.output
     else:
-        assert ended.exit_code == 4, ended.output
-        assert str(out) in ended.output
-        assert re.search("has no model/ yet|is not finished|has no finished model", ended.output)
-    assert (out / ".lock").read_text() == before
+        assert result.exit_code == 4, result.output
+        assert str(out) in result.output
+        assert result.error_code in ("weights.not_found", "checkpoint.not_finished")
+    assert (out / ".lock").read_text() == lock_text
     assert child_exit_code(lambda: train(RECIPE, out, resume=True)) == 5, "the lock is still held"
-    check_undisturbed(first, out, whole)
-    fault("eval, predict, report, push while a run trains", READERS)
+    check_undisturbed(first, out, finished_run)
+    fault("eval, predict, report, push while a run trains", NOT_DISTURBED)
 
 
-def test_the_report_of_a_run_that_ends_just_now(whole: Path, tmp_path: Path, paused) -> None:
-    out = copy_run(whole, tmp_path / "run")
+def test_commands_on_a_run_that_is_just_ending(
+    finished_run: Path, tmp_path: Path, start_paused_run
+) -> None:
+    out = copy_run(finished_run, tmp_path / "run")
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, "status": "running"}))
     assert run_command_in_child("report", out).exit_code == 0

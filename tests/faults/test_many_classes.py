@@ -1,6 +1,6 @@
-"""100,000 files in 21,843 classes: trained, measured and reported in the memory of a small machine.
+"""100,000 files in 21,843 classes: train, eval and report with the memory of a small machine.
 
-ImageNet-21k has as many classes; a matrix of all their pairs would be 4 GB.
+ImageNet-21k has as many classes; a dense confusion matrix would take 4 GB.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from PIL import Image
 from recipe_texts import tiny_recipe_text
 
 NUM_CLASSES, NUM_FILES, NUM_TEST = 21_843, 100_000, 50_000
-MOST_BYTES = 1_500 << 20  # beyond a run of few classes
-LARGEST_RESULTS = 20 << 20
-_LIMIT = 12 << 30  # of the control's address space: so much is not taken from others
+MAX_EXTRA_BYTES = 1_500 << 20  # more than a run with few classes
+MAX_RESULTS_BYTES = 20 << 20
+CONTROL_LIMIT = 12 << 30  # address space of the control, in bytes
 
-# Stands before the command line: a matrix of all pairs, as it is written for few classes.
+# Replaces `-m finetune`: a dense confusion matrix, as for few classes.
 DENSE = """
 import resource, sys
 from finetune.evaluation import confusion
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
-confusion.DENSE_CLASSES = 1 << 30
+confusion.MAX_DENSE_CLASSES = 1 << 30
 from finetune.cli.main import main
 sys.exit(main())
 """
@@ -38,31 +38,33 @@ sys.exit(main())
 pytestmark = [pytest.mark.faults]
 
 
-class Ended(NamedTuple):
-    """The end of a command: exit code, both its outputs, the most memory it had, its time."""
+class CommandResult(NamedTuple):
+    """Result of a command: exit code, standard output and error, peak memory, seconds."""
 
-    code: int
+    exit_code: int
     text: str
-    most_bytes: int
+    peak_bytes: int
     seconds: float
 
 
-def command(folder: Path, *words: str, before: tuple[str, ...] = ("-m", "finetune")) -> Ended:
-    """Run a command line in a process of its own."""
+def run_command(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "finetune")
+) -> CommandResult:
+    """Run a command in a subprocess."""
     started = time.monotonic()
     with (folder / "log.txt").open("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, *before, *words], cwd=REPOSITORY, stdout=log, stderr=log
+            [sys.executable, *program, *arguments], cwd=REPOSITORY, stdout=log, stderr=log
         )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
         text = log.read()
     seconds = time.monotonic() - started
-    return Ended(process.returncode, text, usage.ru_maxrss * 1024, seconds)
+    return CommandResult(process.returncode, text, usage.ru_maxrss * 1024, seconds)
 
 
-def recipe(folder: Path, source: str, name: str) -> Path:
+def write_recipe(folder: Path, source: str, name: str) -> Path:
     path = folder / name
     text = tiny_recipe_text(
         "train: resize, eval: resize, batch_size: 64, val_fraction: 0.02",
@@ -76,8 +78,8 @@ def recipe(folder: Path, source: str, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images of 8 pixels, half of them to test on; every class has at least one."""
+def many_classes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 8 x 8 images, half of them test images; no class is empty."""
     folder = tmp_path_factory.mktemp("many")
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (64, 8, 8, 3), dtype=np.uint8)
@@ -93,42 +95,51 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_100000_files_of_21843_classes(place: Path, fault: Any) -> None:
-    few = command(
-        place,
-        *("train", str(recipe(place, "embedded:digits", "few.yaml"))),
-        *("--out", str(place / "few/run")),
+def test_100000_files_in_21843_classes(many_classes_folder: Path, fault: Any) -> None:
+    reference = run_command(
+        many_classes_folder,
+        *("train", str(write_recipe(many_classes_folder, "embedded:digits", "few.yaml"))),
+        *("--out", str(many_classes_folder / "few/run")),
     )
-    assert few.code == 0, few.text
-    many = recipe(place, f"folder:{place / 'data'}", "many.yaml")
-    ended = command(place, "train", str(many), "--out", str(place / "many/run"))
-    assert ended.code == 0, ended.text
-    assert not finetune_tracebacks(ended.text)
-    path = place / "many/run/results.json"
+    assert reference.exit_code == 0, reference.text
+    recipe = write_recipe(
+        many_classes_folder, f"folder:{many_classes_folder / 'data'}", "many.yaml"
+    )
+    result = run_command(
+        many_classes_folder, "train", str(recipe), "--out", str(many_classes_folder / "many/run")
+    )
+    assert result.exit_code == 0, result.text
+    assert not finetune_tracebacks(result.text)
+    path = many_classes_folder / "many/run/results.json"
     results = json.loads(path.read_text())
     test = results["test"]
     assert len(test["per_class"]) == NUM_CLASSES
     assert test["examples"] == sum(test["confusion"]["count"]) == NUM_TEST
     assert sum(row["support"] for row in test["per_class"]) == NUM_TEST
-    assert path.stat().st_size < LARGEST_RESULTS
-    assert (place / "many/run/report.html").stat().st_size < 2_000_000
-    more = ended.most_bytes - few.most_bytes
-    assert more < MOST_BYTES
+    assert path.stat().st_size < MAX_RESULTS_BYTES
+    assert (many_classes_folder / "many/run/report.html").stat().st_size < 2_000_000
+    extra_bytes = result.peak_bytes - reference.peak_bytes
+    assert extra_bytes < MAX_EXTRA_BYTES
     measured = [
-        f"{ended.seconds:.0f} s, {more >> 20:,} MiB more than a run of 10 classes, "
+        f"{result.seconds:.0f} s, {extra_bytes >> 20:,} MiB more than a run with 10 classes, "
         f"results.json {path.stat().st_size / 1e6:.1f} MB"
     ]
-    for words in (
-        ("eval", str(place / "many/run"), "--out", str(place / "measured")),
-        ("report", str(place / "many/run"), str(place / "few/run")),
+    for arguments in (
+        (
+            "eval",
+            str(many_classes_folder / "many/run"),
+            "--out",
+            str(many_classes_folder / "measured"),
+        ),
+        ("report", str(many_classes_folder / "many/run"), str(many_classes_folder / "few/run")),
     ):
-        ended = command(place, *words)
-        assert ended.code == 0, ended.text
-        assert not finetune_tracebacks(ended.text)
-        assert ended.most_bytes - few.most_bytes < MOST_BYTES
-        measured.append(f"{words[0]} {ended.seconds:.0f} s")
-    again = json.loads((place / "measured/results.json").read_text())
-    assert again["confusion"] == test["confusion"]
+        result = run_command(many_classes_folder, *arguments)
+        assert result.exit_code == 0, result.text
+        assert not finetune_tracebacks(result.text)
+        assert result.peak_bytes - reference.peak_bytes < MAX_EXTRA_BYTES
+        measured.append(f"{arguments[0]} {result.seconds:.0f} s")
+    evaluated = json.loads((many_classes_folder / "measured/results.json").read_text())
+    assert evaluated["confusion"] == test["confusion"]
     fault(
         "100,000 files in 21,843 classes: train, eval, report, comparison",
         "each image once; at most 1.5 GB more memory, results.json at most 20 MB",
@@ -136,19 +147,21 @@ def test_100000_files_of_21843_classes(place: Path, fault: Any) -> None:
     )
 
 
-def test_a_matrix_of_all_pairs_does_not_fit(place: Path, fault: Any) -> None:
-    program = place / "dense.py"
-    program.write_text(DENSE.format(limit=_LIMIT))
-    many = recipe(place, f"folder:{place / 'data'}", "many.yaml")
-    ended = command(
-        place,
-        *("train", str(many), "run.test=false", "--out", str(place / "dense")),
-        before=(str(program),),
+def test_control_with_a_dense_confusion_matrix(many_classes_folder: Path, fault: Any) -> None:
+    program = many_classes_folder / "dense.py"
+    program.write_text(DENSE.format(limit=CONTROL_LIMIT))
+    recipe = write_recipe(
+        many_classes_folder, f"folder:{many_classes_folder / 'data'}", "many.yaml"
     )
-    assert ended.code == 5, ended.text
-    assert "out of memory" in ended.text
+    result = run_command(
+        many_classes_folder,
+        *("train", str(recipe), "run.test=false", "--out", str(many_classes_folder / "dense")),
+        program=(str(program),),
+    )
+    assert result.exit_code == 5, result.text
+    assert "out of memory" in result.text
     fault(
-        "the same with a matrix of all pairs of classes",
+        "the same with a dense confusion matrix",
         "the control: the same test must fail",
-        f"exit code 5 with {_LIMIT >> 30} GiB of address space",
+        f"exit code 5 with {CONTROL_LIMIT >> 30} GiB of address space",
     )

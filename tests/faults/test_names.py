@@ -1,4 +1,4 @@
-"""Names that bite, of classes and files: whole in every output, and nothing but names there."""
+"""Hostile class and file names appear unchanged in every output and have no effect there."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from finetune.recipe.load import parse_recipe
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
-# The class, as the bytes of its folder, and as the text that stands for it everywhere.
-CLASSES: dict[bytes, str] = {
+# Bytes of the class folder, and the text of the class name in every output.
+NAME_BY_FOLDER: dict[bytes, str] = {
     raw if isinstance(raw, bytes) else raw.encode(): text
     for raw, text in (
         ("<img src=x onerror=alert(1)>", "<img src=x onerror=alert(1)>"),
@@ -64,8 +64,8 @@ CLASSES: dict[bytes, str] = {
         ("$(touch pwned); `id`", "$(touch pwned); `id`"),
     )
 }
-NAMES = sorted(CLASSES.values())
-PROMISE = "escaped, whole, and read back as the same text"
+CLASS_NAMES = sorted(NAME_BY_FOLDER.values())
+PROMISE = "escaped, complete, and read back as the same text"
 RECIPE = (
     tiny_recipe_text(
         "eval: 'resize(18) | center_crop', batch_size: 16",
@@ -79,7 +79,7 @@ RECIPE = (
 )
 
 
-def verb(*arguments: str) -> tuple[int, str, str]:
+def run_command(*arguments: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(list(arguments))
@@ -89,50 +89,50 @@ def verb(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data, and with a run that was trained on it."""
-    top = tmp_path_factory.mktemp("names")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and a run trained on it."""
+    root = tmp_path_factory.mktemp("names")
     for split, count in ((b"train", 2), (b"test", 1)):
-        for number, name in enumerate(CLASSES):
-            folder = os.fsencode(top) + b"/data/" + split + b"/" + name
+        for number, name in enumerate(NAME_BY_FOLDER):
+            folder = os.fsencode(root) + b"/data/" + split + b"/" + name
             os.makedirs(folder)
-            for one in range(count):
+            for index in range(count):
                 pixels = np.full((8, 8, 3), 5 * number, np.uint8)
-                pixels[one] = 255
-                # the file's own name bites as well
+                pixels[index] = 255
+                # the file name is hostile too
                 Image.fromarray(pixels).save(
-                    os.fsdecode(folder + b"/" + name[:180] + b"%d.png" % one)
+                    os.fsdecode(folder + b"/" + name[:180] + b"%d.png" % index)
                 )
-    (top / "net.yaml").write_text(RECIPE)
-    before = Path.cwd()
-    os.chdir(top)
+    (root / "net.yaml").write_text(RECIPE)
+    old_cwd = Path.cwd()
+    os.chdir(root)
     try:
-        code, _, err = verb("train", "net.yaml", "--out", "run")
+        code, _, err = run_command("train", "net.yaml", "--out", "run")
         assert code == 0, err
     finally:
-        os.chdir(before)
-    return top
+        os.chdir(old_cwd)
+    return root
 
 
 @pytest.fixture
-def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(place)
-    return place
+def in_trained_folder(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(trained_folder)
+    return trained_folder
 
 
-def paths() -> set[str]:
-    """Every test image, as Python names it: bytes that are no text as lone surrogates."""
-    found = {
+def all_test_images() -> set[str]:
+    """Return the path of every test image; bytes that are not UTF-8 are lone surrogates."""
+    paths = {
         os.fsdecode(os.path.join(top, name))
         for top, _, names in os.walk(b"data/test")
         for name in names
     }
-    assert len(found) == len(NAMES)
-    return found
+    assert len(paths) == len(CLASS_NAMES)
+    return paths
 
 
-class Elements(HTMLParser):
-    """The elements of a page with their attributes, and its text."""
+class PageElements(HTMLParser):
+    """Elements of a page with their attributes, and its text."""
 
     VOID = ("img", "meta", "link", "br", "input", "hr")
 
@@ -160,7 +160,7 @@ class Elements(HTMLParser):
         if not {"script", "style"} & set(self.open):
             self.text += data
 
-    def assert_harmless(self) -> None:
+    def check_harmless(self) -> None:
         for tag, attributes in self.elements:
             assert not [key for key in attributes if key.startswith("on")], (tag, attributes)
             for key in ("href", "src"):
@@ -174,56 +174,68 @@ class Elements(HTMLParser):
         assert not {"b", "iframe", "object", "form"} & {tag for tag, _ in self.elements}
 
 
-def squeezed(text: str) -> str:
+def collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_files_of_the_model(here: Path, fault: Callable[..., None]) -> None:
-    config = json.loads((here / "run/model/config.json").read_text(encoding="utf-8"))
-    assert config["label_names"] == NAMES
-    results = json.loads((here / "run/results.json").read_text(encoding="utf-8"))
-    assert len(results["test"]["per_class"]) == len(NAMES)
-    published = json.loads((here / "run/model/results.json").read_text(encoding="utf-8"))
-    listed = {one["name"] for one in published["test"]["mistakes"]}
-    known = {os.fsencode(path)[5:].decode("utf-8", "backslashreplace") for path in paths()}
-    assert listed
-    assert listed <= known
-    code, out, _ = verb("info", "run", "--json")
+def test_hostile_names_in_model_files(in_trained_folder: Path, fault: Callable[..., None]) -> None:
+    config = json.loads((in_trained_folder / "run/model/config.json").read_text(encoding="utf-8"))
+    assert config["label_names"] == CLASS_NAMES
+    results = json.loads((in_trained_folder / "run/results.json").read_text(encoding="utf-8"))
+    assert len(results["test"]["per_class"]) == len(CLASS_NAMES)
+    published = json.loads(
+        (in_trained_folder / "run/model/results.json").read_text(encoding="utf-8")
+    )
+    listed_names = {row["name"] for row in published["test"]["mistakes"]}
+    known_names = {
+        os.fsencode(path)[5:].decode("utf-8", "backslashreplace") for path in all_test_images()
+    }
+    assert listed_names
+    assert listed_names <= known_names
+    code, out, _ = run_command("info", "run", "--json")
     assert code == 0
     assert json.loads(out)
-    fault("Hostile class and file names: config.json, results.json", PROMISE, f"{len(NAMES)} names")
+    fault(
+        "Hostile class and file names: config.json, results.json",
+        PROMISE,
+        f"{len(CLASS_NAMES)} names",
+    )
 
 
-def test_tables_of_predictions(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
+def test_hostile_names_in_predictions(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
     table, lines = str(tmp_path / "p.csv"), str(tmp_path / "p.jsonl")
     for target in (table, lines):
-        code, out, _ = verb("predict", "run", "data/test", "--top-k", "24", "--out", target)
+        code, out, _ = run_command("predict", "run", "data/test", "--top-k", "24", "--out", target)
         assert code == 0
         assert out.count("\n") == 1
     with open(lines, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    assert {row["path"] for row in rows} == paths()
+    assert {row["path"] for row in rows} == all_test_images()
     for row in rows:
-        assert sorted(one["label"] for one in row["predictions"]) == NAMES
+        assert sorted(prediction["label"] for prediction in row["predictions"]) == CLASS_NAMES
     with open(table, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        head, *cells = list(csv.reader(file))
-    assert {len(row) for row in cells} == {len(head)}
-    assert {row[0] for row in cells} == {escape_csv_formula(path) for path in paths()}
+        header, *cells = list(csv.reader(file))
+    assert {len(row) for row in cells} == {len(header)}
+    assert {row[0] for row in cells} == {escape_csv_formula(path) for path in all_test_images()}
     for row in cells:
         labels = row[1:-1:2]
         assert not [cell for cell in labels if cell[:1] in "=+-@\t\r\n"]
         unmarked = [cell.removeprefix("'") if cell[:1] == "'" else cell for cell in labels]
-        assert sorted(unmarked) == NAMES  # one mark off gives every name back
+        assert sorted(unmarked) == CLASS_NAMES  # removing one quote gives the name
     fault(
-        "Hostile names: predictions as CSV (a ' before what a spreadsheet would run) and JSONL",
+        "Hostile names: predictions as CSV (a ' before spreadsheet formulas) and JSONL",
         PROMISE,
-        f"{len(NAMES)} names, {len(rows)} files",
+        f"{len(CLASS_NAMES)} names, {len(rows)} files",
     )
 
 
-def test_the_output_of_a_terminal(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
-    said = []
-    for line in (
+def test_hostile_names_on_a_terminal(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    outputs = []
+    for arguments in (
         ["predict", "run", "data/test"],
         ["data", "info", "folder:data"],
         ["data", "scan", "folder:data"],
@@ -235,69 +247,77 @@ def test_the_output_of_a_terminal(here: Path, tmp_path: Path, fault: Callable[..
         ["\x1b[31m"],
         ["data", "info", "folder:\x1b[31m"],
     ):
-        _, out, err = verb(*line)
-        said.append(out)
-        # the bar of the features' pass draws with carriage returns
-        told = err.replace("\r", "")
-        for text in (out, told):
+        _, out, err = run_command(*arguments)
+        outputs.append(out)
+        # the progress bar uses carriage returns
+        errors = err.replace("\r", "")
+        for text in (out, errors):
             assert not re.search(
                 "[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text
-            ), line
-    assert "\\u202egnp.exe" in said[0]
-    assert "\\x1b[31mred" in said[0]
-    assert len(said[0].splitlines()) == len(NAMES)
+            ), arguments
+    assert "\\u202egnp.exe" in outputs[0]
+    assert "\\x1b[31mred" in outputs[0]
+    assert len(outputs[0].splitlines()) == len(CLASS_NAMES)
     fault(
-        "Hostile names on a terminal: answers and messages",
-        "no control character and nothing that turns the line around; one line for each file",
-        f"{len(said)} command lines",
+        "Hostile names on a terminal: results and messages",
+        "no control or bidirectional character; one line for each file",
+        f"{len(outputs)} command lines",
     )
 
 
-def test_eval(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
-    assert verb("eval", "run", "--out", str(tmp_path / "measured"))[0] == 0
+def test_hostile_names_in_eval(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    assert run_command("eval", "run", "--out", str(tmp_path / "measured"))[0] == 0
     with open(tmp_path / "measured/per_class.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["class"] for row in rows] == [escape_csv_formula(name) for name in NAMES]
-    assert json.loads((tmp_path / "measured/results.json").read_text())["examples"] == len(NAMES)
+    assert [row["class"] for row in rows] == [escape_csv_formula(name) for name in CLASS_NAMES]
+    assert json.loads((tmp_path / "measured/results.json").read_text())["examples"] == len(
+        CLASS_NAMES
+    )
     fault("Hostile names: eval --out", PROMISE, f"{len(rows)} rows")
 
 
-def test_reports(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
-    code, _, err = verb("report", "run", "--out", str(tmp_path / "page.html"))
+def test_hostile_names_in_the_report(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    code, _, err = run_command("report", "run", "--out", str(tmp_path / "page.html"))
     assert code == 0, err
     page_text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    found = Elements(page_text)
-    found.assert_harmless()
-    text = squeezed(found.text)
-    for name in NAMES:
-        # a page has no place for control characters: shown as what stands for them
-        shown = squeezed(re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", name))
+    elements = PageElements(page_text)
+    elements.check_harmless()
+    text = collapse_whitespace(elements.text)
+    for name in CLASS_NAMES:
+        # HTML cannot contain control characters: the page shows a replacement
+        shown = collapse_whitespace(re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", name))
         assert shown in text or shown.replace("\ufffd", "") in text, repr(name)
-    # whatever turns the text around stays in its own element
+    # bidirectional text stays in its own element
     assert "<bdi>\u202egnp.exe</bdi>" in page_text
-    fault("Hostile names: the report, read by html.parser", PROMISE, f"{len(NAMES)} names")
+    fault("Hostile names: the report, read by html.parser", PROMISE, f"{len(CLASS_NAMES)} names")
 
 
-def test_a_comparison(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
+def test_hostile_run_names_in_the_comparison(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
     import shutil
 
     other = tmp_path / "<b>run<b> | `x`\n\u202e"
-    shutil.copytree(here / "run", other)
+    shutil.copytree(in_trained_folder / "run", other)
     changed = (other / "recipe.yaml").read_text().replace("steps: 2", "steps: 3")
     (other / "recipe.yaml").write_text(changed)
-    code, _, err = verb(
-        "report", str(here / "run"), str(other), "--out", str(tmp_path / "all.html")
+    code, _, err = run_command(
+        "report", str(in_trained_folder / "run"), str(other), "--out", str(tmp_path / "all.html")
     )
     assert code == 0, err
-    found = Elements((tmp_path / "all.html").read_text(encoding="utf-8"))
-    found.assert_harmless()
-    assert "<b>run<b> | `x`" in found.text
+    elements = PageElements((tmp_path / "all.html").read_text(encoding="utf-8"))
+    elements.check_harmless()
+    assert "<b>run<b> | `x`" in elements.text
     fault("Hostile names of runs: the comparison", PROMISE, "2 runs")
 
 
-def blocks(card: str) -> tuple[dict[str, Any], str, str]:
-    """The card's YAML, its text without the fenced blocks, and the text of these."""
-    _, head, body = re.split(r"^---$", card, maxsplit=2, flags=re.M)
+def split_card(card: str) -> tuple[dict[str, Any], str, str]:
+    """Return the YAML of a card, its text outside fenced blocks, and the text inside."""
+    _, front_matter, body = re.split(r"^---$", card, maxsplit=2, flags=re.M)
     outside, inside, fence = [], [], ""
     for line in body.splitlines():
         mark = re.match(r" {0,3}(`{3,})", line)
@@ -306,13 +326,13 @@ def blocks(card: str) -> tuple[dict[str, Any], str, str]:
             continue
         (inside if fence else outside).append(line)
     assert not fence
-    return yaml.safe_load(head), "\n".join(outside), "\n".join(inside)
+    return yaml.safe_load(front_matter), "\n".join(outside), "\n".join(inside)
 
 
-def assert_plain_card(card: str) -> str:
-    """No element, no broken table, one heading of the first order. Returns: text outside code."""
-    _, outside, _ = blocks(card)
-    elements = Elements(re.sub(r"`[^`\n]*`", "", outside)).elements
+def check_card_is_plain(card: str) -> str:
+    """Check: no HTML, no broken table, one level-1 heading. Returns: the text outside code."""
+    _, outside, _ = split_card(card)
+    elements = PageElements(re.sub(r"`[^`\n]*`", "", outside)).elements
     assert {tag for tag, _ in elements} <= {"details", "summary"}
     assert not [attributes for _, attributes in elements if attributes]
     assert not re.search("[\u202a-\u202e\u2066-\u2069]", outside)
@@ -320,120 +340,140 @@ def assert_plain_card(card: str) -> str:
     assert sum(line.startswith("# ") for line in lines) == 1
     for number, line in enumerate(lines):
         if line.startswith("|---") or line.startswith("| ---"):
-            width = len(re.findall(r"(?<!\\)\|", line))
-            rows = [one for one in lines[number - 1 :] if one.startswith("|")]
-            table = [one for one in rows[: len(rows)] if one]
+            num_bars = len(re.findall(r"(?<!\\)\|", line))
+            rows = [text for text in lines[number - 1 :] if text.startswith("|")]
+            table = [text for text in rows[: len(rows)] if text]
             for row in table[: 1 + lines[number:].index("")]:
-                assert len(re.findall(r"(?<!\\)\|", row)) == width, row
+                assert len(re.findall(r"(?<!\\)\|", row)) == num_bars, row
     return outside
 
 
-def test_the_card(here: Path, fault: Callable[..., None]) -> None:
+def test_hostile_names_in_the_card(in_trained_folder: Path, fault: Callable[..., None]) -> None:
     from huggingface_hub import ModelCard
 
-    card = (here / "run/model/README.md").read_text(encoding="utf-8")
-    outside = assert_plain_card(card)
+    card = (in_trained_folder / "run/model/README.md").read_text(encoding="utf-8")
+    outside = check_card_is_plain(card)
     ModelCard(card)
-    shown = re.sub(r"\\([\\`*_{}\[\]()#+!|~])", r"\1", outside)
-    for name in NAMES:
-        text = squeezed(name.replace("\u202e", "\\u202e"))
+    unescaped = re.sub(r"\\([\\`*_{}\[\]()#+!|~])", r"\1", outside)
+    for name in CLASS_NAMES:
+        text = collapse_whitespace(name.replace("\u202e", "\\u202e"))
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        assert escaped in shown, repr(name)
-    fault("Hostile names: the model card and its YAML", PROMISE, f"{len(NAMES)} names")
+        assert escaped in unescaped, repr(name)
+    fault("Hostile names: the model card and its YAML", PROMISE, f"{len(CLASS_NAMES)} names")
 
 
 @pytest.mark.parametrize(
     "name",
     ["<img src=x onerror=y>", "a`b`", "x\n\n# head", "a|b", "\u202eturned", "a: b # c", "[l](x)"],
 )
-def test_a_card_of_data_with_such_a_name(here: Path, name: str, fault: Callable[..., None]) -> None:
+def test_hostile_data_and_weight_names_in_the_card(
+    in_trained_folder: Path, name: str, fault: Callable[..., None]
+) -> None:
     recipe = parse_recipe(RECIPE)
     data = recipe.data.model_copy(update={"source": f"folder:{name}"})
     model = recipe.model.model_copy(update={"name": f"{name}.npz", "pretrained": True})
-    config = json.loads((here / "run/model/config.json").read_text())
-    results = json.loads((here / "run/results.json").read_text())
-    facts = CardContent(
+    config = json.loads((in_trained_folder / "run/model/config.json").read_text())
+    results = json.loads((in_trained_folder / "run/results.json").read_text())
+    content = CardContent(
         recipe=recipe.model_copy(update={"data": data, "model": model}),
-        record=json.loads((here / "run/run.json").read_text()),
+        record=json.loads((in_trained_folder / "run/run.json").read_text()),
         results=results,
-        config={**config, "label_names": ["a", "half \ud83d of a character"]},
+        config={**config, "label_names": ["a", "lone \ud83d surrogate"]},
         sha256="0" * 64,
         weights={"source": name, "file": f"{name}.npz"},
     )
-    card = render_card(facts)
-    card.encode()  # no half characters
-    assert_plain_card(card)
-    head, _, _ = blocks(card)
-    assert head["model-index"][0]["results"][0]["dataset"]["name"] == name
+    card = render_card(content)
+    card.encode()  # no lone surrogates
+    check_card_is_plain(card)
+    front_matter, _, _ = split_card(card)
+    assert front_matter["model-index"][0]["results"][0]["dataset"]["name"] == name
     fault("Hostile names of data and weights: the model card", PROMISE, "")
 
 
-def test_the_demo(fault: Callable[..., None]) -> None:
+def test_hostile_names_in_the_demo_page(fault: Callable[..., None]) -> None:
     pixels = np.zeros((8, 8, 3), np.uint8)
-    reading = DemoPrediction([(name, 0.1) for name in NAMES], pixels, np.zeros((2, 2)))
-    parts = page.render_header("<b>title", ["<b>fact"]) + page.render_result(reading)
-    parts += page.render_footer(NAMES, ["<b>note"]) + page.render_error("<b>\" onload='x'")
-    found = Elements(parts)
-    found.assert_harmless()
-    for name in NAMES:
-        assert found.text.count(name.replace("\r\n", "\n").replace("\r", "\n")) >= 1 or (
-            found.text.count(name) >= 2
+    prediction = DemoPrediction([(name, 0.1) for name in CLASS_NAMES], pixels, np.zeros((2, 2)))
+    page_text = page.render_header("<b>title", ["<b>fact"]) + page.render_result(prediction)
+    page_text += page.render_footer(CLASS_NAMES, ["<b>note"]) + page.render_error(
+        "<b>\" onload='x'"
+    )
+    elements = PageElements(page_text)
+    elements.check_harmless()
+    for name in CLASS_NAMES:
+        assert elements.text.count(name.replace("\r\n", "\n").replace("\r", "\n")) >= 1 or (
+            elements.text.count(name) >= 2
         ), repr(name)
-    fault("Hostile names: the demo's page", PROMISE, f"{len(NAMES)} names")
+    fault("Hostile names: the demo's page", PROMISE, f"{len(CLASS_NAMES)} names")
 
 
-def test_a_push(here: Path, hub: HubServer, fault: Callable[..., None]) -> None:
-    code, _, err = verb("push", "run", "alice/net")
+def test_hostile_names_survive_a_push(
+    in_trained_folder: Path, hub: HubServer, fault: Callable[..., None]
+) -> None:
+    code, _, err = run_command("push", "run", "alice/net")
     assert code == 0, err
-    held = hub.files("alice/net")
-    assert json.loads(held["config.json"])["label_names"] == NAMES
-    assert_plain_card(held["README.md"].decode())
-    with contextlib.chdir(here) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
-        code, out, err = verb("predict", "hf-hub:alice/net", "data/test", "--json", "--top-k", "24")
+    files = hub.files("alice/net")
+    assert json.loads(files["config.json"])["label_names"] == CLASS_NAMES
+    check_card_is_plain(files["README.md"].decode())
+    with (
+        contextlib.chdir(in_trained_folder)
+        if hasattr(contextlib, "chdir")
+        else contextlib.nullcontext()
+    ):
+        code, out, err = run_command(
+            "predict", "hf-hub:alice/net", "data/test", "--json", "--top-k", "24"
+        )
     assert code == 0, err
     for row in json.loads(out):
-        assert sorted(one["label"] for one in row["predictions"]) == NAMES
-    fault("Hostile names: pushed, and loaded from the hub again", PROMISE, f"{len(NAMES)} names")
+        assert sorted(one["label"] for one in row["predictions"]) == CLASS_NAMES
+    fault(
+        "Hostile names: pushed, and loaded from the hub again", PROMISE, f"{len(CLASS_NAMES)} names"
+    )
 
 
 @pytest.mark.faults
-def test_sheet_export_and_space(here: Path, tmp_path: Path, fault: Callable[..., None]) -> None:
+def test_hostile_names_in_sheet_exports_and_space(
+    in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
     sheet = tmp_path / "sheet.png"
-    assert verb("predict", "run", "data/test", "--sheet", str(sheet))[0] == 0
+    assert run_command("predict", "run", "data/test", "--sheet", str(sheet))[0] == 0
     Image.open(sheet).verify()
-    for kind, suffix in (("torch", ".pt2"), ("onnx", ".onnx")):
-        code, _, err = verb(
-            "export", "run", "--format", kind, "--out", str(tmp_path / f"net{suffix}")
+    for export_format, suffix in (("torch", ".pt2"), ("onnx", ".onnx")):
+        code, _, err = run_command(
+            "export", "run", "--format", export_format, "--out", str(tmp_path / f"net{suffix}")
         )
         assert code == 0, err
-        beside = json.loads((tmp_path / f"net{suffix}.json").read_text(encoding="utf-8"))
-        assert NAMES in [value for value in beside.values() if isinstance(value, list)]
+        metadata = json.loads((tmp_path / f"net{suffix}.json").read_text(encoding="utf-8"))
+        assert CLASS_NAMES in [value for value in metadata.values() if isinstance(value, list)]
     space = tmp_path / "space"
-    assert verb("demo", "run", "--export-space", str(space))[0] == 0
-    assert json.loads((space / "model/config.json").read_text())["label_names"] == NAMES
+    assert run_command("demo", "run", "--export-space", str(space))[0] == 0
+    assert json.loads((space / "model/config.json").read_text())["label_names"] == CLASS_NAMES
     for file in space.iterdir():
         assert re.fullmatch(r"[\w.-]+", file.name)
     for file in (space / "examples").iterdir():
         assert re.fullmatch(r"[\w.-]+", file.name)
-    head = yaml.safe_load((space / "README.md").read_text().split("---")[1])
-    assert head["title"] == "run"
+    front_matter = yaml.safe_load((space / "README.md").read_text().split("---")[1])
+    assert front_matter["title"] == "run"
     fault(
-        "Hostile names: contact sheet, exports, an exported Space", PROMISE, f"{len(NAMES)} names"
+        "Hostile names: contact sheet, exports, an exported Space",
+        PROMISE,
+        f"{len(CLASS_NAMES)} names",
     )
 
 
 @pytest.mark.faults
-def test_the_served_demo(here: Path, fault: Callable[..., None]) -> None:
-    """The whole page of a demo, as a browser gets it."""
+def test_hostile_names_in_the_served_demo(
+    in_trained_folder: Path, fault: Callable[..., None]
+) -> None:
+    """All parts of the page that a browser gets."""
     pytest.importorskip("gradio", reason="Gradio is not installed")
     from finetune.demo.app import build_app
     from finetune.inference import Classifier
 
     classifier = Classifier.load("run")
-    about: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])
-    app = build_app(classifier, about)
+    facts: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])
+    app = build_app(classifier, facts)
     for part in app.config["components"]:
         value = part["props"].get("value")
         if part["type"] == "html" and isinstance(value, str):
-            Elements(value).assert_harmless()
-    fault("Hostile names: the parts of a served demo", PROMISE, f"{len(NAMES)} names")
+            PageElements(value).check_harmless()
+    fault("Hostile names: the parts of a served demo", PROMISE, f"{len(CLASS_NAMES)} names")

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: left out on all ranks together, counted, and ended."""
+"""Losses and gradients that are not finite: skipped on all ranks, counted, limited."""
 
 from __future__ import annotations
 
@@ -38,59 +38,59 @@ run: {precision: fp32, threads: 1, log_every: 1, eval_every: 4, max_skipped: 3}
 """
 
 
-def with_bad_gradient(loss: torch.Tensor) -> torch.Tensor:
+def add_bad_gradient(loss: torch.Tensor) -> torch.Tensor:
     loss.register_hook(lambda gradient: gradient * float("nan"))
     return loss
 
 
-# What goes wrong in a step, put over its loss. The third has the gradient of a healthy step.
-FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+# Faults, applied to the loss of a step. The third keeps the gradient of a valid step.
+LOSS_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "NaN": lambda loss: loss * float("nan"),
     "infinite": lambda loss: loss * float("inf"),
     "infinite with a finite gradient": lambda loss: loss + float("inf"),
-    "finite with a gradient that is not": with_bad_gradient,
+    "finite with a NaN gradient": add_bad_gradient,
 }
 
-SCRIPT = """
+PROGRAM = """
 import os, sys
 import torch
-from finetune.training.losses import Loss
+from finetune.training.losses import ClassificationLoss
 from finetune.cli.main import main
-calls, honest = [], Loss.__call__
-def wrong(*args):
+calls, compute_loss = [], ClassificationLoss.__call__
+def faulty_loss(*args):
     calls.append(1)
-    loss = honest(*args)
+    loss = compute_loss(*args)
     hit = int(os.environ["RANK"]) == 1 and str(len(calls) - 1) in os.environ["BAD"].split(",")
     return loss + float("inf") if hit else loss
-Loss.__call__ = wrong
+ClassificationLoss.__call__ = faulty_loss
 torch.set_num_threads(1)
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the losses of some steps wrong, in this process."""
-    honest = ClassificationLoss.__call__
+def inject_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Apply a fault to the losses of some steps, in this process."""
+    compute_loss = ClassificationLoss.__call__
 
-    def arrange(kind: str, steps: set[int]) -> None:
+    def patch_loss(kind: str, steps: set[int]) -> None:
         calls: list[int] = []
 
-        def wrong(*args: object) -> torch.Tensor:
+        def faulty_loss(*args: object) -> torch.Tensor:
             calls.append(1)
-            loss = honest(*args)  # type: ignore[arg-type]
-            return FAULTS[kind](loss) if len(calls) - 1 in steps else loss
+            loss = compute_loss(*args)  # type: ignore[arg-type]
+            return LOSS_FAULTS[kind](loss) if len(calls) - 1 in steps else loss
 
-        monkeypatch.setattr(ClassificationLoss, "__call__", wrong)
+        monkeypatch.setattr(ClassificationLoss, "__call__", faulty_loss)
 
-    return arrange
+    return patch_loss
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_wrong_loss_is_skipped_and_counted(
-    poison: Callable[..., None], tmp_path: Path, kind: str, fault
+@pytest.mark.parametrize("kind", LOSS_FAULTS)
+def test_a_step_with_a_bad_loss_is_skipped_and_counted(
+    inject_fault: Callable[..., None], tmp_path: Path, kind: str, fault
 ) -> None:
-    poison(kind, {1, 5})
+    inject_fault(kind, {1, 5})
     results = train(parse_recipe(RECIPE), tmp_path / "run")
     assert results["skipped_steps"] == 2
     weights = load_file(tmp_path / "run/model/model.safetensors")
@@ -100,16 +100,16 @@ def test_a_wrong_loss_is_skipped_and_counted(
     assert all(loss is None or loss < 10 for loss in losses)
     assert losses.count(None) == 2
     fault(
-        "a loss or gradient that is not finite, now and then",
-        "the step is left out and counted, the run goes on",
+        "a loss or gradient that is not finite, in single steps",
+        "the step is skipped and counted, the run continues",
     )
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_too_many_in_a_row_end_the_run(
-    poison: Callable[..., None], tmp_path: Path, kind: str, fault
+@pytest.mark.parametrize("kind", LOSS_FAULTS)
+def test_too_many_skipped_steps_in_a_row_end_the_run(
+    inject_fault: Callable[..., None], tmp_path: Path, kind: str, fault
 ) -> None:
-    poison(kind, {5, 6, 7})
+    inject_fault(kind, {5, 6, 7})
     with refused("diverged.gradients", "3 steps", "step 8", "step 4") as caught:
         train(parse_recipe(RECIPE), tmp_path / "run")
     assert caught.value.exit_code == 6
@@ -121,21 +121,21 @@ def test_too_many_in_a_row_end_the_run(
     )
 
 
-def test_a_step_that_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path, fault) -> None:
+def test_a_skipped_step_does_not_change_batch_norm_statistics(tmp_path: Path, fault) -> None:
     recipe = parse_recipe(RESNET)
-    passes: list[int] = []
+    forward_passes: list[int] = []
 
-    def damaged(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
+    def damage_second_pass(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
         if (
             not isinstance(module, torch.nn.Conv2d)
             or inputs[0].shape[1] != 3
             or not module.training
         ):
             return None
-        passes.append(1)
-        return (inputs[0] * float("nan"),) if len(passes) == 2 else None
+        forward_passes.append(1)
+        return (inputs[0] * float("nan"),) if len(forward_passes) == 2 else None
 
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(damaged)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(damage_second_pass)
     try:
         results = train(recipe, tmp_path / "run")
     finally:
@@ -147,55 +147,57 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path, f
     assert all(tensor.isfinite().all() for tensor in statistics)
     fault(
         "a loss or gradient that is not finite, in a network with batch norm",
-        "the step leaves no trace in its running statistics",
+        "the step does not change the running statistics",
     )
 
 
 @pytest.mark.faults
-def test_one_rank_of_two(tmp_path: Path, fault) -> None:
+def test_a_bad_loss_on_one_rank_of_two(tmp_path: Path, fault) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text(SCRIPT)
-    how = {"kind": "torchrun", "recipe": RECIPE, "program": (str(script),)}
+    script.write_text(PROGRAM)
+    options = {"launcher": "torchrun", "recipe": RECIPE, "program": (str(script),)}
 
-    with launch_training(tmp_path, name="some", extra_environment={"BAD": "1,5"}, **how) as some:
-        some.wait_for_end()
-    assert some.process.returncode == 0, some.text[-3000:]
-    results = json.loads((some.out / "results.json").read_text())
+    with launch_training(
+        tmp_path, name="some", extra_environment={"BAD": "1,5"}, **options
+    ) as isolated:
+        isolated.wait_for_end()
+    assert isolated.process.returncode == 0, isolated.text[-3000:]
+    results = json.loads((isolated.out / "results.json").read_text())
     assert results["skipped_steps"] == 2
-    weights = load_file(some.out / "model/model.safetensors")
+    weights = load_file(isolated.out / "model/model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    with launch_training(tmp_path, name="many", extra_environment={"BAD": "4,5,6"}, **how) as many:
-        many.wait_for_end()
-    assert many.process.returncode != 0
-    assert many.text.count("was not finite in 3 steps in a row, up to step 7") == 1
-    assert many.read_record()["status"] == "failed (6)"
+    with launch_training(
+        tmp_path, name="many", extra_environment={"BAD": "4,5,6"}, **options
+    ) as consecutive:
+        consecutive.wait_for_end()
+    assert consecutive.process.returncode != 0
+    assert consecutive.text.count("was not finite in 3 steps in a row, up to step 7") == 1
+    assert consecutive.read_record()["status"] == "failed (6)"
     fault(
         "an infinite loss with a finite gradient on one rank of two",
-        "both ranks leave the step out; K in a row end both with 6, said once",
+        "both ranks skip the step; K in a row end both with 6, reported once",
     )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_outputs_that_are_not_finite_are_never_a_figure(
-    tmp_path: Path, value: float, fault
-) -> None:
-    """Weights of 3e38 are finite themselves; the sums that they take part in are not."""
+def test_outputs_that_are_not_finite_give_no_result(tmp_path: Path, value: float, fault) -> None:
+    """Weights of 3e38 are finite, but sums with them are not."""
     run = tmp_path / "run"
     train(parse_recipe(RECIPE), run)
     weights = load_file(run / "model/model.safetensors")
     weights["head.weight"][3] = value
     save_file(weights, run / "model/model.safetensors", metadata={"format": "pt"})
     Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
-    measured = run_command_in_child("eval", run)
-    assert measured.exit_code == (6 if value == 3e38 else 4), measured.output
-    answered = run_command_in_child(
+    evaluated = run_command_in_child("eval", run)
+    assert evaluated.exit_code == (6 if value == 3e38 else 4), evaluated.output
+    predicted = run_command_in_child(
         "predict", run, tmp_path / "black.png", "--out", tmp_path / "rows.csv"
     )
-    assert answered.exit_code == 4, answered.output
-    for message in (measured.output, answered.output):
+    assert predicted.exit_code == 4, predicted.output
+    for message in (evaluated.output, predicted.output):
         assert "not finite" in message or "NaN or infinite" in message
     assert not (tmp_path / "rows.csv").exists()
     fault(
-        "weights that are NaN, infinite, or so large that outputs are, in eval and predict",
-        "4 or 6; no figure and no row is written",
+        "weights that are NaN, infinite, or make outputs infinite, in eval and predict",
+        "4 or 6; no result and no row is written",
     )

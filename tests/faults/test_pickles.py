@@ -1,7 +1,7 @@
-"""Pickles that run code when they are read, under every name that something here reads.
+"""Pickles that run code when loaded, under every file name that finetune reads.
 
-Each of them makes a file, the canary. The first test shows that they all work; nothing else may
-set one off.
+Each of them creates a file, the canary. The first test shows that all of them work; no other test
+may trigger one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,20 @@ from finetune.run.directory import RunDir
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = ("w.pt", "w.pth", "w.bin", "w.tar", "w.ckpt", "w.safetensors", "w.npz", "w.npy", "w.pkl")
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
-# Words of the libraries' own messages, which say how to read such a file all the same.
-ADVICE = re.compile(
+WEIGHT_FILE_NAMES = (
+    "w.pt",
+    "w.pth",
+    "w.bin",
+    "w.tar",
+    "w.ckpt",
+    "w.safetensors",
+    "w.npz",
+    "w.npy",
+    "w.pkl",
+)
+MODEL_FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
+# Texts of library messages that advise how to load such a file anyway.
+UNSAFE_ADVICE = re.compile(
     r"weights_only|allow_pickle|trust_remote|add_safe_globals|trust the source|trust it", re.I
 )
 RECIPE = tiny_recipe_text(
@@ -55,8 +65,8 @@ RECIPE = tiny_recipe_text(
 )
 
 
-class Trap:
-    """A pickle of this makes a file when it is read."""
+class MaliciousPickle:
+    """An object whose pickle creates the canary when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -65,14 +75,14 @@ class Trap:
         return (open, (str(self.canary), "w"))
 
 
-def _written(write: Callable[[io.BytesIO], object]) -> bytes:
+def to_bytes(write: Callable[[io.BytesIO], object]) -> bytes:
     stream = io.BytesIO()
     write(stream)
     return stream.getvalue()
 
 
-def _tar(pickled: bytes) -> bytes:
-    """The oldest of torch's formats."""
+def tar_of_pickles(pickled: bytes) -> bytes:
+    """Return the oldest format of torch."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name in ("pickle", "tensors", "storages", "sys_info"):
@@ -82,56 +92,56 @@ def _tar(pickled: bytes) -> bytes:
     return stream.getvalue()
 
 
-def _npz_zip(pickled: bytes) -> bytes:
-    """An archive for NumPy whose member is no array but a pickle with an array's name."""
+def npz_with_pickle(pickled: bytes) -> bytes:
+    """Return an npz archive whose member is a pickle instead of an array."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("x.npy", pickled)
     return stream.getvalue()
 
 
-def traps(canary: Path) -> dict[str, bytes]:
-    """The same trap in every format that carries pickles."""
-    trap = Trap(canary)
-    held = {"head.weight": torch.zeros(2, 2), "trap": trap}
-    objects = np.array([trap], dtype=object)
-    old = functools.partial(torch.save, _use_new_zipfile_serialization=False)
+def malicious_files(canary: Path) -> dict[str, bytes]:
+    """Return the same malicious object in every file format that can hold pickles."""
+    malicious = MaliciousPickle(canary)
+    tensors = {"head.weight": torch.zeros(2, 2), "trap": malicious}
+    objects = np.array([malicious], dtype=object)
+    save_legacy = functools.partial(torch.save, _use_new_zipfile_serialization=False)
     return {
-        "protocol 0": pickle.dumps(trap, 0),
-        "protocol 2": pickle.dumps(trap, 2),
-        "protocol 4": pickle.dumps(trap, 4),
-        "torch zip": _written(lambda stream: torch.save(held, stream)),
-        "torch zip, no tensors": _written(lambda stream: torch.save(trap, stream)),
-        "torch before 1.6": _written(lambda stream: old(held, stream)),
-        "torch tar": _tar(pickle.dumps(trap, 2)),
-        "npy of objects": _written(lambda stream: np.save(stream, objects)),
-        "npz of objects": _written(lambda stream: np.savez(stream, x=objects)),
-        "npz of a pickle": _npz_zip(pickle.dumps(trap, 2)),
-        "joblib": _written(lambda stream: joblib.dump(trap, stream)),
+        "protocol 0": pickle.dumps(malicious, 0),
+        "protocol 2": pickle.dumps(malicious, 2),
+        "protocol 4": pickle.dumps(malicious, 4),
+        "torch zip": to_bytes(lambda stream: torch.save(tensors, stream)),
+        "torch zip, no tensors": to_bytes(lambda stream: torch.save(malicious, stream)),
+        "torch before 1.6": to_bytes(lambda stream: save_legacy(tensors, stream)),
+        "torch tar": tar_of_pickles(pickle.dumps(malicious, 2)),
+        "npy of objects": to_bytes(lambda stream: np.save(stream, objects)),
+        "npz of objects": to_bytes(lambda stream: np.savez(stream, x=objects)),
+        "npz of a pickle": npz_with_pickle(pickle.dumps(malicious, 2)),
+        "joblib": to_bytes(lambda stream: joblib.dump(malicious, stream)),
     }
 
 
-KINDS = tuple(traps(Path("canary")))
+PICKLE_FORMATS = tuple(malicious_files(Path("canary")))
 
 
-class Tried:
-    """Carries out a verb and looks whether a trap went off."""
+class CommandRunner:
+    """Runs commands and checks that no pickle was loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
         self.count = 0
 
     def __call__(self, *arguments: object, codes: tuple[int, ...] = (4,)) -> str:
-        """Returns: all that was said."""
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = cli.main([str(one) for one in arguments])
-        text = said.getvalue()
+        """Run a command. Returns: standard output and error."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = cli.main([str(argument) for argument in arguments])
+        text = output.getvalue()
         self.count += 1
         assert not self.canary.exists(), arguments
         assert code in codes, f"{arguments}: {code}\n{text}"
         assert not re.search("Traceback|internal error", text), text
-        assert not ADVICE.search(text), text
+        assert not UNSAFE_ADVICE.search(text), text
         return text
 
 
@@ -141,83 +151,89 @@ def canary(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tried(canary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
-    # switches of the libraries that turn a default off: nothing here rests on a default
+def runner(
+    canary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CommandRunner]:
+    # environment variables that turn safe defaults of the libraries off
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setenv("HF_DATASETS_TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    trial = Tried(canary)
-    yield trial
+    command_runner = CommandRunner(canary)
+    yield command_runner
     assert not canary.exists()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with its checkpoints."""
-    top = tmp_path_factory.mktemp("trained")
-    (top / "r.yaml").write_text(RECIPE)
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, with checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "r.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         disable_report_and_plots(patch)
-        assert cli.main(["train", str(top / "r.yaml"), "--out", str(top / "run")]) == 0
-    return top / "run"
+        assert cli.main(["train", str(folder / "r.yaml"), "--out", str(folder / "run")]) == 0
+    return folder / "run"
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    shutil.copytree(trained, tmp_path / "run")
+def run_dir(trained_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained_run, tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image_path(tmp_path: Path) -> Path:
     Image.new("RGB", (18, 18), (9, 90, 200)).save(tmp_path / "a.png")
     return tmp_path / "a.png"
 
 
-def test_every_trap_goes_off_where_nothing_holds_it(canary: Path) -> None:
-    """The control: without this, the other tests would pass with traps that do nothing."""
-    switch = {"weights" + "_only": False}, {"allow" + "_pickle": True}
+def test_control_every_pickle_runs_code_when_loaded_unsafely(canary: Path) -> None:
+    """The control: the other tests would also pass with pickles that do nothing."""
+    unsafe_options = {"weights" + "_only": False}, {"allow" + "_pickle": True}
 
-    def as_torch(content: bytes) -> object:
-        path = canary.with_name("w.tar")  # torch reads its oldest format from files only
+    def load_with_torch(content: bytes) -> object:
+        path = canary.with_name("w.tar")  # torch reads its oldest format only from files
         path.write_bytes(content)
-        return torch.load(path, **switch[0])
+        return torch.load(path, **unsafe_options[0])
 
-    def as_numpy(content: bytes) -> object:
-        found = np.load(io.BytesIO(content), **switch[1])
-        return found["x"] if hasattr(found, "files") else found
+    def load_with_numpy(content: bytes) -> object:
+        loaded = np.load(io.BytesIO(content), **unsafe_options[1])
+        return loaded["x"] if hasattr(loaded, "files") else loaded
 
-    readers: list[Callable[[bytes], object]] = [pickle.loads, as_torch, as_numpy]
+    readers: list[Callable[[bytes], object]] = [pickle.loads, load_with_torch, load_with_numpy]
     readers.append(lambda content: joblib.load(io.BytesIO(content)))
-    for kind, content in traps(canary).items():
-        if kind == "npz of a pickle":  # NumPy itself takes such a member for bytes
+    for pickle_format, content in malicious_files(canary).items():
+        if pickle_format == "npz of a pickle":  # NumPy reads such a member as bytes
             continue
         for reader in readers:
             with contextlib.suppress(Exception):
                 reader(content)
-        assert canary.exists(), kind
+        assert canary.exists(), pickle_format
         canary.unlink()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_under_every_name(
-    kind: str, tried: Tried, picture: Path, trained: Path, fault: Callable[..., None]
+@pytest.mark.parametrize("pickle_format", PICKLE_FORMATS)
+def test_pickles_under_every_weight_name(
+    pickle_format: str,
+    runner: CommandRunner,
+    image_path: Path,
+    trained_run: Path,
+    fault: Callable[..., None],
 ) -> None:
-    content = traps(tried.canary)[kind]
-    for name in NAMES:
+    content = malicious_files(runner.canary)[pickle_format]
+    for name in WEIGHT_FILE_NAMES:
         Path(name).write_bytes(content)
-        shutil.copy(trained / "model" / "config.json", "config.json")
-        text = tried("predict", name, picture)
+        shutil.copy(trained_run / "model" / "config.json", "config.json")
+        text = runner("predict", name, image_path)
         assert name in text
     fault(
         "A pickle that runs code, under the names of weights",
-        "the code never runs, the file is refused with 4 and no advice to read it all the same",
-        f"{len(KINDS)} formats × {len(NAMES)} names",
+        "the code never runs, the file is refused with 4, no advice to load it anyway",
+        f"{len(PICKLE_FORMATS)} formats × {len(WEIGHT_FILE_NAMES)} names",
     )
 
 
-VERBS: dict[str, tuple[tuple[int, ...], str]] = {
+COMMANDS: dict[str, tuple[tuple[int, ...], str]] = {
     "eval": ((4,), "eval RUN"),
     "predict": ((4,), "predict RUN a.png"),
     "show": ((4,), "show RUN a.png --out shown"),
@@ -226,7 +242,7 @@ VERBS: dict[str, tuple[tuple[int, ...], str]] = {
     "export-space": ((4,), "demo RUN --export-space space"),
     "demo": ((4,), "demo RUN --port 0"),
     "info": ((0,), "info RUN"),  # reads no weights
-    "report": ((0,), "report RUN"),  # nor does it
+    "report": ((0,), "report RUN"),  # reads no weights
     "train": ((4,), "train again.yaml model.name=RUN --out again"),
     "dry": ((4,), "train again.yaml model.name=RUN --dry-run --out again"),
     "reproduce": ((4,), "reproduce plan.yaml model.name=RUN --out runs"),
@@ -238,155 +254,167 @@ runs:
 """
 
 
-def poison(run: Path, content: bytes, name: str) -> None:
-    """Put a trap in the place of a run's weights."""
-    (run / "model" / "model.safetensors").unlink()
-    (run / "model" / name).write_bytes(content)
+def replace_weights(run_dir: Path, content: bytes, name: str) -> None:
+    """Replace the weights of a run by a malicious file."""
+    (run_dir / "model" / "model.safetensors").unlink()
+    (run_dir / "model" / name).write_bytes(content)
 
 
-def start_again(run: Path) -> None:
-    """A recipe and a plan in this folder that start from a run's weights."""
+def write_recipe_and_plan(run_dir: Path) -> None:
+    """Write a recipe and a plan that start from the weights of a run."""
     recipe = "model: {name: X}\ndata: {source: 'embedded:digits'}\noptim: {lr: 0.01, steps: 1}\n"
     Path("again.yaml").write_text(recipe)
     Path("plan.yaml").write_text(PLAN)
 
 
-SLOW = ("demo", "export-space")  # they import Gradio
+SLOW_COMMANDS = ("demo", "export-space")  # they import Gradio
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(v, marks=[pytest.mark.faults] * (v in SLOW)) for v in VERBS]
+    "command",
+    [pytest.param(v, marks=[pytest.mark.faults] * (v in SLOW_COMMANDS)) for v in COMMANDS],
 )
-def test_every_verb(
-    verb: str, tried: Tried, picture: Path, run: Path, fault: Callable[..., None]
+def test_every_command_on_a_run_with_pickled_weights(
+    command: str, runner: CommandRunner, image_path: Path, run_dir: Path, fault: Callable[..., None]
 ) -> None:
-    poison(run, traps(tried.canary)["torch zip"], "pytorch_model.bin")
-    start_again(run)
-    codes, line = VERBS[verb]
-    text = tried(*line.replace("RUN", str(run)).split(), codes=codes)
+    replace_weights(run_dir, malicious_files(runner.canary)["torch zip"], "pytorch_model.bin")
+    write_recipe_and_plan(run_dir)
+    codes, arguments = COMMANDS[command]
+    text = runner(*arguments.replace("RUN", str(run_dir)).split(), codes=codes)
     if codes == (4,):
         assert "pytorch_model.bin" in text
     fault(
         "A run whose weights are a pickle that runs code",
-        "no verb runs it: 4 from those that read weights",
-        f"{len(VERBS)} command lines",
+        "no command runs it: 4 from those that read weights",
+        f"{len(COMMANDS)} command lines",
     )
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_every_verb_with_every_format(
-    kind: str, name: str, tried: Tried, picture: Path, run: Path, fault: Callable[..., None]
+@pytest.mark.parametrize("pickle_format", PICKLE_FORMATS)
+@pytest.mark.parametrize("name", MODEL_FILE_NAMES)
+def test_every_command_with_every_pickle_format(
+    pickle_format: str,
+    name: str,
+    runner: CommandRunner,
+    image_path: Path,
+    run_dir: Path,
+    fault: Callable[..., None],
 ) -> None:
-    poison(run, traps(tried.canary)[kind], name)
-    start_again(run)
-    for codes, line in VERBS.values():
-        tried(*line.replace("RUN", str(run)).split(), codes=codes)
+    replace_weights(run_dir, malicious_files(runner.canary)[pickle_format], name)
+    write_recipe_and_plan(run_dir)
+    for codes, arguments in COMMANDS.values():
+        runner(*arguments.replace("RUN", str(run_dir)).split(), codes=codes)
     fault(
-        "The same with every format of pickle and every name of weights",
+        "The same with every pickle format and every weight name",
         "the code never runs",
-        f"{len(KINDS)} formats × {len(WEIGHTS)} names × {len(VERBS)} command lines",
+        f"{len(PICKLE_FORMATS)} formats × {len(MODEL_FILE_NAMES)} names × {len(COMMANDS)} "
+        "command lines",
     )
 
 
-def _sign(folder: Path) -> None:
-    """Write a manifest that fits, as who can write into a run could."""
+def write_matching_manifest(folder: Path) -> None:
+    """Write a matching manifest, as an attacker with write access could."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    for name, facts in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
-        facts |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     text = json.dumps(manifest["files"], sort_keys=True)
     manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     path.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_checkpoints(tried: Tried, run: Path, signed: bool, fault: Callable[..., None]) -> None:
-    """Every file of every checkpoint in turn; with a manifest of the attacker's, too."""
-    start = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+def test_checkpoints(
+    runner: CommandRunner, run_dir: Path, signed: bool, fault: Callable[..., None]
+) -> None:
+    """Replace each checkpoint file in turn, also with a manifest that matches."""
+    original = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     names = [
-        p.name for p in RunDir(run).checkpoint_folder(2).iterdir() if p.name != "manifest.json"
+        p.name for p in RunDir(run_dir).checkpoint_folder(2).iterdir() if p.name != "manifest.json"
     ]
     assert len(names) >= 4
-    tries = 0
+    num_trials = 0
     for name in names:
-        for kind in ("protocol 2", "torch zip"):
-            for path, content in start.items():
+        for pickle_format in ("protocol 2", "torch zip"):
+            for path, content in original.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            shutil.rmtree(run / "model")
-            (run / "results.json").unlink()
-            for step in RunDir(run).checkpoint_steps():
-                folder = RunDir(run).checkpoint_folder(step)
-                (folder / name).write_bytes(traps(tried.canary)[kind])
+            shutil.rmtree(run_dir / "model")
+            (run_dir / "results.json").unlink()
+            for step in RunDir(run_dir).checkpoint_steps():
+                folder = RunDir(run_dir).checkpoint_folder(step)
+                (folder / name).write_bytes(malicious_files(runner.canary)[pickle_format])
                 if signed:
-                    _sign(folder)
-            tried("train", run, "--resume", codes=(4,))
-            tries += 1
+                    write_matching_manifest(folder)
+            runner("train", run_dir, "--resume", codes=(4,))
+            num_trials += 1
     fault(
         "Files of checkpoints that are pickles",
-        "the code never runs, --resume ends with 4, also where the manifest was made to fit",
-        f"{len(names)} files × 2 formats, with and without a manifest that fits",
+        "the code never runs, --resume ends with 4, also with a matching manifest",
+        f"{len(names)} files × 2 formats, with and without a matching manifest",
     )
 
 
-def test_a_cache_of_features(
-    tried: Tried, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: Callable[..., None]
+def test_pickles_in_the_feature_cache(
+    runner: CommandRunner,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fault: Callable[..., None],
 ) -> None:
     folder, key = tmp_path / "features", "0" * 64
     folder.mkdir()
-    for kind in KINDS:
-        content = traps(tried.canary)[kind]
+    for pickle_format in PICKLE_FORMATS:
+        content = malicious_files(runner.canary)[pickle_format]
         path = folder / f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.npy"
         path.write_bytes(content)
-        assert read_cached_features(folder, key, num_images=1) is None, kind
-        assert not tried.canary.exists(), kind
+        assert read_cached_features(folder, key, num_images=1) is None, pickle_format
+        assert not runner.canary.exists(), pickle_format
         path.unlink(missing_ok=True)
-    said = capsys.readouterr().err
-    assert said.count("computed again") == len(KINDS)
-    assert not ADVICE.search(said), said
+    messages = capsys.readouterr().err
+    assert messages.count("computed again") == len(PICKLE_FORMATS)
+    assert not UNSAFE_ADVICE.search(messages), messages
     fault(
-        "A pickle in the cache of features, under the sha256 of its own bytes",
+        "A pickle in the feature cache, with its own sha256 in the name",
         "the code never runs, the features are computed again",
-        f"{len(KINDS)} formats",
+        f"{len(PICKLE_FORMATS)} formats",
     )
 
 
-class TestTheHub:
-    def test_repositories_with_pickled_weights_alone(
-        self, hub: HubServer, tried: Tried, picture: Path, trained: Path, fault: Any
+class TestHub:
+    def test_repositories_with_only_pickled_weights(
+        self, hub: HubServer, runner: CommandRunner, image_path: Path, trained_run: Path, fault: Any
     ) -> None:
-        config = (trained / "model" / "config.json").read_bytes()
-        for number, (kind, content) in enumerate(traps(tried.canary).items()):
+        config = (trained_run / "model" / "config.json").read_bytes()
+        for number, (pickle_format, content) in enumerate(malicious_files(runner.canary).items()):
             files = {
                 "config.json": config,
                 "README.md": CARD.encode(),
                 "pytorch_model.bin": content,
             }
             hub.add_repo(f"eve/net{number}", files)
-            text = tried("predict", f"hf-hub:eve/net{number}", picture)
-            assert "pytorch_model.bin" in text, kind
+            text = runner("predict", f"hf-hub:eve/net{number}", image_path)
+            assert "pytorch_model.bin" in text, pickle_format
         fault(
-            "A repository of the hub with nothing but pickled weights",
+            "A hub repository with only pickled weights",
             "the code never runs; 4",
-            f"{len(KINDS)} formats",
+            f"{len(PICKLE_FORMATS)} formats",
         )
 
     @pytest.mark.faults  # importing transformers takes seconds
-    def test_a_repository_with_code_of_its_own(
-        self, hub: HubServer, tried: Tried, picture: Path, fault: Any
+    def test_repositories_with_custom_code(
+        self, hub: HubServer, runner: CommandRunner, image_path: Path, fault: Any
     ) -> None:
-        code = f"open({str(tried.canary)!r}, 'w')\nclass Net: pass\nclass Config: pass\n".encode()
-        mapped = {
+        code = f"open({str(runner.canary)!r}, 'w')\nclass Net: pass\nclass Config: pass\n".encode()
+        auto_map = {
             "AutoConfig": "modeling.Config",
             "AutoModelForImageClassification": "modeling.Net",
         }
-        for number, kind in enumerate(("vit", "evil")):
+        for number, model_type in enumerate(("vit", "evil")):
             config = {
-                "model_type": kind,
-                "auto_map": mapped,
+                "model_type": model_type,
+                "auto_map": auto_map,
                 "trust_remote" + "_code": True,
                 "custom_pipelines": {"image-classification": {"impl": "modeling.Net"}},
                 **{"image_size": 16, "patch_size": 8, "hidden_size": 8, "num_hidden_layers": 1},
@@ -396,102 +424,104 @@ class TestTheHub:
             files = {
                 "config.json": json.dumps(config).encode(),
                 "preprocessor_config.json": json.dumps(processor).encode(),
-                "pytorch_model.bin": traps(tried.canary)["torch zip"],
+                "pytorch_model.bin": malicious_files(runner.canary)["torch zip"],
                 **dict.fromkeys(("modeling.py", "__init__.py", "setup.py"), code),
             }
             hub.add_repo(f"eve/code{number}", files)
-            tried("predict", f"transformers:eve/code{number}", picture)
-            tried("predict", f"hf-hub:eve/code{number}", picture)
-            tried("info", f"transformers:eve/code{number}", codes=(0, 4))
+            runner("predict", f"transformers:eve/code{number}", image_path)
+            runner("predict", f"hf-hub:eve/code{number}", image_path)
+            runner("info", f"transformers:eve/code{number}", codes=(0, 4))
             folder = Path(f"code{number}")
             folder.mkdir()
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            tried("predict", f"transformers:{folder}", picture)
-            tried("predict", f"./{folder}", picture)
+            runner("predict", f"transformers:{folder}", image_path)
+            runner("predict", f"./{folder}", image_path)
         fault(
-            "A repository that brings code for its network (auto_map)",
+            "A hub repository with code for its network (auto_map)",
             "the code never runs; 4",
-            f"{tried.count} command lines",
+            f"{runner.count} command lines",
         )
 
-    def test_data_sets_with_code(self, hub: HubServer, tried: Tried, fault: Any) -> None:
-        code = f"open({str(tried.canary)!r}, 'w')\n".encode()
-        tag = f"!!python/object/apply:builtins.open ['{tried.canary}', 'w']"
+    def test_data_sets_with_code(self, hub: HubServer, runner: CommandRunner, fault: Any) -> None:
+        code = f"open({str(runner.canary)!r}, 'w')\n".encode()
+        tag = f"!!python/object/apply:builtins.open ['{runner.canary}', 'w']"
         card = f"---\nconfigs: {tag}\ndataset_info: {tag}\n---\n".encode()
         stream = io.BytesIO()
         with tarfile.open(fileobj=stream, mode="w") as archive:
             for name in ("0.pyd", "0.pickle", "0.pkl", "0.pth", "0.npy", "0.npz", "0.cls"):
-                content = b"1" if name == "0.cls" else traps(tried.canary)["protocol 2"]
+                content = b"1" if name == "0.cls" else malicious_files(runner.canary)["protocol 2"]
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
-        sets = {
+        repositories = {
             "script": {"script.py": code, "README.md": b"# Data\n"},
             "card": {"README.md": card, "train.csv": b"image,label\n1,2\n"},
             "shards": {"train.tar": stream.getvalue()},
-            "pickles": {"train.pkl": traps(tried.canary)["protocol 2"]},
-            "parquet": {"train.parquet": hostile_parquet(tried.canary)},
+            "pickles": {"train.pkl": malicious_files(runner.canary)["protocol 2"]},
+            "parquet": {"train.parquet": malicious_parquet(runner.canary)},
         }
-        for name, files in sets.items():
+        for name, files in repositories.items():
             hub.add_repo(f"eve/{name}", files, kind="dataset")
-            tried("data", "info", f"hub:eve/{name}", codes=(0,) if name == "parquet" else (3, 7))
+            runner("data", "info", f"hub:eve/{name}", codes=(0,) if name == "parquet" else (3, 7))
         fault(
-            "Data sets of the hub with a loading script, pickles, or Python in the card's YAML",
+            "Hub datasets with a loading script, pickles, or Python in the YAML of the card",
             "the code never runs; 3",
-            f"{len(sets)} data sets",
+            f"{len(repositories)} datasets",
         )
 
 
-def hostile_parquet(canary: Path) -> bytes:
-    """Two images and their labels; the schema's metadata hold pickles, as some readers load."""
-    pickled = traps(canary)["protocol 2"]
+def malicious_parquet(canary: Path) -> bytes:
+    """Return two images with labels; the metadata of the schema hold pickles."""
+    pickled = malicious_files(canary)["protocol 2"]
     extension = {"ARROW:extension:name": "arrow.py_extension_type"}
-    bodies = []
-    for shade in (10, 200):
+    images = []
+    for brightness in (10, 200):
         stream = io.BytesIO()
-        Image.new("RGB", (8, 8), (shade, 0, 0)).save(stream, "PNG")
-        bodies.append(stream.getvalue())
-    whole = {**extension, "ARROW:extension:metadata": pickled}
+        Image.new("RGB", (8, 8), (brightness, 0, 0)).save(stream, "PNG")
+        images.append(stream.getvalue())
+    metadata = {**extension, "ARROW:extension:metadata": pickled}
     schema = pa.schema(
         [
-            pa.field("image", pa.binary(), metadata=whole),
-            pa.field("label", pa.int64(), metadata=whole),
+            pa.field("image", pa.binary(), metadata=metadata),
+            pa.field("label", pa.int64(), metadata=metadata),
         ],
         metadata={"pandas": pickled, "python_pickle": pickled},
     )
     stream = io.BytesIO()
-    pq.write_table(pa.table([bodies, [0, 1]], schema=schema), stream)
+    pq.write_table(pa.table([images, [0, 1]], schema=schema), stream)
     return stream.getvalue()
 
 
-def test_local_data(tried: Tried, tmp_path: Path, fault: Callable[..., None]) -> None:
-    (tmp_path / "train.parquet").write_bytes(hostile_parquet(tried.canary))
-    tried("data", "scan", "parquet:train.parquet", codes=(0,))
-    for kind in KINDS:
-        content = traps(tried.canary)[kind]
+def test_local_data_with_pickles(
+    runner: CommandRunner, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    (tmp_path / "train.parquet").write_bytes(malicious_parquet(runner.canary))
+    runner("data", "scan", "parquet:train.parquet", codes=(0,))
+    for pickle_format in PICKLE_FORMATS:
+        content = malicious_files(runner.canary)[pickle_format]
         (tmp_path / "other.parquet").write_bytes(content)
-        tried("data", "info", "parquet:other.parquet", codes=(3,))
+        runner("data", "info", "parquet:other.parquet", codes=(3,))
     folder = tmp_path / "pictures"
     for name in ("a", "b"):
         (folder / name).mkdir(parents=True)
         for number, suffix in enumerate((".png", ".jpg", ".tiff", ".webp", ".npy", ".pkl")):
-            content = traps(tried.canary)[KINDS[number]]
+            content = malicious_files(runner.canary)[PICKLE_FORMATS[number]]
             (folder / name / f"{number}{suffix}").write_bytes(content)
-        (folder / name / "script.py").write_text(f"open({str(tried.canary)!r}, 'w')\n")
+        (folder / name / "script.py").write_text(f"open({str(runner.canary)!r}, 'w')\n")
     for script in ("pictures.py", "__init__.py", "dataset.py"):
-        (folder / script).write_text(f"open({str(tried.canary)!r}, 'w')\n")
-    text = tried("data", "scan", "folder:pictures", codes=(3,))
+        (folder / script).write_text(f"open({str(runner.canary)!r}, 'w')\n")
+    text = runner("data", "scan", "folder:pictures", codes=(3,))
     assert text.count("cannot be read") >= 1
-    tried("predict", "embedded:vit_nano", folder, codes=(3,))
+    runner("predict", "embedded:vit_nano", folder, codes=(3,))
     fault(
-        "Local data with pickles: parquet files, their metadata, images, scripts beside them",
+        "Local data with pickles: parquet files, their metadata, images, scripts next to them",
         "the code never runs; files that are no data are refused with 3",
-        f"{tried.count} command lines",
+        f"{runner.count} command lines",
     )
 
 
-TAGS = (
+YAML_TAGS = (
     "!!python/object/apply:builtins.open ['{}', 'w']",
     "!!python/object/new:builtins.open ['{}', 'w']",
     '!!python/object/apply:os.system ["touch {}"]',
@@ -501,76 +531,86 @@ TAGS = (
 )
 
 
-@pytest.mark.parametrize("tag", TAGS)
-def test_yaml(tag: str, tried: Tried, run: Path, fault: Callable[..., None]) -> None:
-    value = tag.format(tried.canary)
+@pytest.mark.parametrize("tag", YAML_TAGS)
+def test_yaml(tag: str, runner: CommandRunner, run_dir: Path, fault: Callable[..., None]) -> None:
+    value = tag.format(runner.canary)
     Path("bad.yaml").write_text(RECIPE.replace("vit_tiny_patch16_224", value))
-    tried("train", "bad.yaml", codes=(2,))
-    tried("recipes", "check", "bad.yaml", codes=(2,))
+    runner("train", "bad.yaml", codes=(2,))
+    runner("recipes", "check", "bad.yaml", codes=(2,))
     Path("good.yaml").write_text(RECIPE)
-    tried("train", "good.yaml", f"model.name={value}", codes=(4,))  # a name that is not known
+    runner("train", "good.yaml", f"model.name={value}", codes=(4,))  # an unknown name
     Path("plan.yaml").write_text(f"title: {value}\n{PLAN}")
-    tried("reproduce", "plan.yaml", codes=(2,))
-    (run / "recipe.yaml").write_text(RECIPE.replace("vit_tiny_patch16_224", value))
-    tried("eval", run, codes=(2,))
-    tried("probe", run, "--shots", "1", codes=(2,))
-    tried("train", run, "--resume", codes=(2,))
-    tried("report", run, codes=(0, 2, 4))
-    (run / "model" / "README.md").write_text(f"---\nlicense: {value}\n---\n# Card\n")
-    tried("demo", run / "model", "--export-space", "space", codes=(0,))
+    runner("reproduce", "plan.yaml", codes=(2,))
+    (run_dir / "recipe.yaml").write_text(RECIPE.replace("vit_tiny_patch16_224", value))
+    runner("eval", run_dir, codes=(2,))
+    runner("probe", run_dir, "--shots", "1", codes=(2,))
+    runner("train", run_dir, "--resume", codes=(2,))
+    runner("report", run_dir, codes=(0, 2, 4))
+    (run_dir / "model" / "README.md").write_text(f"---\nlicense: {value}\n---\n# Card\n")
+    runner("demo", run_dir / "model", "--export-space", "space", codes=(0,))
     fault(
         "Python objects in YAML: recipe, plan, a run's recipe, the card",
         "the code never runs; recipes and plans end with 2",
-        f"{len(TAGS)} tags in {tried.count} command lines each",
+        f"{len(YAML_TAGS)} tags in {runner.count} command lines each",
     )
 
 
-def test_json_that_steers_a_loader(
-    tried: Tried, run: Path, picture: Path, fault: Callable[..., None]
+def test_json_that_points_to_a_pickle(
+    runner: CommandRunner, run_dir: Path, image_path: Path, fault: Callable[..., None]
 ) -> None:
-    """timm would read weights from where a config.json says."""
-    Path("trap.bin").write_bytes(traps(tried.canary)["torch zip"])
-    trap = str(Path("trap.bin").absolute())
-    start = json.loads((run / "model" / "config.json").read_text())
-    places = {"file": trap, "url": f"file://{trap}", "custom_load": True, "state_dict": trap}
-    steered = {**start, "pretrained_cfg": {**start["pretrained_cfg"], **places, "source": "file"}}
-    (run / "model" / "config.json").write_text(json.dumps(steered))
-    tried("predict", run, picture, codes=(0,))
+    """timm would read weights from the path in config.json."""
+    Path("trap.bin").write_bytes(malicious_files(runner.canary)["torch zip"])
+    pickle_path = str(Path("trap.bin").absolute())
+    original = json.loads((run_dir / "model" / "config.json").read_text())
+    loader_keys = {
+        "file": pickle_path,
+        "url": f"file://{pickle_path}",
+        "custom_load": True,
+        "state_dict": pickle_path,
+    }
+    changed = {
+        **original,
+        "pretrained_cfg": {**original["pretrained_cfg"], **loader_keys, "source": "file"},
+    }
+    (run_dir / "model" / "config.json").write_text(json.dumps(changed))
+    runner("predict", run_dir, image_path, codes=(0,))
     for key in ("checkpoint_path", "pretrained_cfg_overlay", "pretrained_cfg", "cache_dir"):
-        wrong = {**start, "model_args": {**start["model_args"], key: trap}}
-        (run / "model" / "config.json").write_text(json.dumps(wrong))
-        assert key in tried("predict", run, picture)
+        unsafe = {**original, "model_args": {**original["model_args"], key: pickle_path}}
+        (run_dir / "model" / "config.json").write_text(json.dumps(unsafe))
+        assert key in runner("predict", run_dir, image_path)
     for name in ("run.json", "results.json", "metrics.jsonl", "model/config.json"):
-        before = (run / name).read_bytes()
-        (run / name).write_bytes(traps(tried.canary)["protocol 2"])
-        tried("report", run, codes=(0, 2, 3, 4))
-        tried("eval", run, codes=(0, 2, 3, 4))
-        (run / name).write_bytes(before)
+        content = (run_dir / name).read_bytes()
+        (run_dir / name).write_bytes(malicious_files(runner.canary)["protocol 2"])
+        runner("report", run_dir, codes=(0, 2, 3, 4))
+        runner("eval", run_dir, codes=(0, 2, 3, 4))
+        (run_dir / name).write_bytes(content)
     fault(
         "JSON of a model or run that points to a pickle, or is one",
-        "the code never runs; keys that would steer timm's loader are refused with 4",
-        f"{tried.count} command lines",
+        "the code never runs; keys that control timm's loader are refused with 4",
+        f"{runner.count} command lines",
     )
 
 
 def test_a_push_of_a_pickle(
-    hub: HubServer, tried: Tried, run: Path, fault: Callable[..., None]
+    hub: HubServer, runner: CommandRunner, run_dir: Path, fault: Callable[..., None]
 ) -> None:
-    (run / "model" / "model.safetensors").write_bytes(traps(tried.canary)["torch zip"])
-    shutil.copytree(run / "model", "plain")
-    for what in (run, "plain"):
-        assert "model.safetensors" in tried("push", what, "alice/net")
+    (run_dir / "model" / "model.safetensors").write_bytes(
+        malicious_files(runner.canary)["torch zip"]
+    )
+    shutil.copytree(run_dir / "model", "plain")
+    for folder in (run_dir, "plain"):
+        assert "model.safetensors" in runner("push", folder, "alice/net")
     assert hub.count("POST /api/repos/create") == 0
     fault(
-        "A push of a pickle that is called model.safetensors",
+        "A push of a pickle named model.safetensors",
         "4 before anything is created on the hub",
         "2 command lines",
     )
 
 
 @pytest.mark.faults
-def test_in_processes_of_their_own(run: Path, tmp_path: Path, fault: Any) -> None:
-    """An audit hook sees what a process unpickles and starts, whatever a trap would do."""
+def test_no_pickle_is_loaded_in_a_subprocess(run_dir: Path, tmp_path: Path, fault: Any) -> None:
+    """An audit hook records every class that a process unpickles."""
     canary = tmp_path / "canary"
     log = tmp_path / "audit"
     hook = (
@@ -582,29 +622,29 @@ def test_in_processes_of_their_own(run: Path, tmp_path: Path, fault: Any) -> Non
         "sys.addaudithook(hear)\n"
     )
     (tmp_path / "sitecustomize.py").write_text(hook)
-    (tmp_path / "a.png").write_bytes(_written(lambda s: Image.new("RGB", (18, 18)).save(s, "PNG")))
-    poison(run, traps(canary)["torch zip"], "pytorch_model.bin")
+    (tmp_path / "a.png").write_bytes(to_bytes(lambda s: Image.new("RGB", (18, 18)).save(s, "PNG")))
+    replace_weights(run_dir, malicious_files(canary)["torch zip"], "pytorch_model.bin")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     control = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]))"
-    pickled = pickle.dumps(Trap(canary), 2).hex()
+    pickled = pickle.dumps(MaliciousPickle(canary), 2).hex()
     subprocess.run([sys.executable, "-c", control, pickled], env=environment, check=True)
     assert "find_class" in log.read_text()
     assert canary.exists()
     canary.unlink()
     log.write_text("")
-    lines = ("eval RUN", "predict RUN a.png", "export RUN --format torch --out x.pt2")
-    for line in lines:
-        ran = subprocess.run(
-            [sys.executable, "-m", "finetune", *line.replace("RUN", str(run)).split()],
+    commands = ("eval RUN", "predict RUN a.png", "export RUN --format torch --out x.pt2")
+    for arguments in commands:
+        result = subprocess.run(
+            [sys.executable, "-m", "finetune", *arguments.replace("RUN", str(run_dir)).split()],
             **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
             timeout=300,
             check=False,
         )
-        assert ran.returncode == 4, ran.stderr
+        assert result.returncode == 4, result.stderr
         assert not canary.exists()
         assert log.read_text() == ""
     fault(
-        "The same in processes of their own, under an audit hook",
-        "no class of a trap is even looked up",
-        f"{len(lines)} processes",
+        "The same in subprocesses, with an audit hook",
+        "no class of a pickle is looked up",
+        f"{len(commands)} processes",
     )

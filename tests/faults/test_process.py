@@ -1,4 +1,4 @@
-"""A process that is paused, interrupted at its very end, short of memory, or hashes otherwise."""
+"""Processes that are paused, interrupted at exit, short of memory, or have other hash seeds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from forked_runs import read_train_losses, read_weights
 from launches import REPOSITORY, Launch, finetune_tracebacks, launch_training, process_state
 from refusals import EXIT_CODES
 
-STEPS = 300
-TO_THE_END = [f"optim.steps={STEPS}", "run.save_every=100", f"run.eval_every={STEPS}"]
+NUM_STEPS = 300
+SETTINGS = [f"optim.steps={NUM_STEPS}", "run.save_every=100", f"run.eval_every={NUM_STEPS}"]
 PAUSE_SECONDS = 4.0
 
 
-def whole_run(folder: Path, *, processes: int, **options: Any) -> Path:
-    """A run to its end, by as many processes. Returns: its directory."""
-    kind = "python" if processes == 1 else "accelerate"
+def train_uninterrupted(folder: Path, *, num_processes: int, **options: Any) -> Path:
+    """Train a run without interruption. Returns: its directory."""
+    launcher = "python" if num_processes == 1 else "accelerate"
     name = options.pop("name", "whole")
-    words = options.pop("words", TO_THE_END)
+    overrides = options.pop("words", SETTINGS)
     with launch_training(
-        folder, *words, launcher=kind, num_processes=processes, name=name, **options
+        folder, *overrides, launcher=launcher, num_processes=num_processes, name=name, **options
     ) as launch:
         launch.wait_for_end()
         assert launch.process.returncode == 0, launch.text
@@ -38,25 +38,25 @@ def whole_run(folder: Path, *, processes: int, **options: Any) -> Path:
 # Pauses -------------------------------------------------------------------------------------------
 
 
-def pause(launch: Launch, pids: list[int]) -> None:
-    """Stop processes for some seconds, and prove that they stood still."""
+def pause_and_continue(launch: Launch, pids: list[int]) -> None:
+    """Stop processes for some seconds, and check that training did not continue."""
     try:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(0.3)
         assert [process_state(pid) for pid in pids] == ["T"] * len(pids)
-        done = len(read_train_losses(launch.out))
-        assert done < STEPS, "the run was over before the pause"
+        num_losses = len(read_train_losses(launch.out))
+        assert num_losses < NUM_STEPS, "the run was over before the pause"
         time.sleep(PAUSE_SECONDS)
-        # a rank that waits for the paused one may finish its step, and no more
-        assert len(read_train_losses(launch.out)) - done <= 1
+        # a rank that waits for the paused one may finish its current step
+        assert len(read_train_losses(launch.out)) - num_losses <= 1
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
-    "processes, paused",
+    "num_processes, target",
     [
         pytest.param(1, "all", id="one", marks=pytest.mark.faults),
         pytest.param(2, "all", id="both-of-two", marks=pytest.mark.faults),
@@ -64,29 +64,34 @@ def pause(launch: Launch, pids: list[int]) -> None:
         pytest.param(2, "rank 1", id="rank1-of-two", marks=pytest.mark.faults),
     ],
 )
-def test_a_pause(processes: int, paused: str, tmp_path: Path, fault: Any) -> None:
-    whole = whole_run(tmp_path, processes=processes)
-    kind = "python" if processes == 1 else "accelerate"
-    with launch_training(tmp_path, *TO_THE_END, launcher=kind, num_processes=processes) as launch:
+def test_a_paused_process_gives_the_same_result(
+    num_processes: int, target: str, tmp_path: Path, fault: Any
+) -> None:
+    reference = train_uninterrupted(tmp_path, num_processes=num_processes)
+    launcher = "python" if num_processes == 1 else "accelerate"
+    with launch_training(
+        tmp_path, *SETTINGS, launcher=launcher, num_processes=num_processes
+    ) as launch:
         launch.wait_for_steps()
         ranks = launch.rank_process_ids()
-        assert len(ranks) == processes
-        pause(launch, ranks if paused == "all" else [ranks[int(paused[-1])]])
+        assert len(ranks) == num_processes
+        pause_and_continue(launch, ranks if target == "all" else [ranks[int(target[-1])]])
         launch.wait_for_end()
         assert launch.process.returncode == 0, launch.text
-    assert len(read_train_losses(launch.out)) == STEPS
-    assert read_train_losses(launch.out) == read_train_losses(whole)
-    assert read_weights(launch.out) == read_weights(whole)
+    assert len(read_train_losses(launch.out)) == NUM_STEPS
+    assert read_train_losses(launch.out) == read_train_losses(reference)
+    assert read_weights(launch.out) == read_weights(reference)
     fault(
-        f"SIGSTOP for {PAUSE_SECONDS:g} seconds and SIGCONT in training: one process, both, either",
-        "the losses and the weights of the run that nobody paused, to the bit",
+        f"SIGSTOP for {PAUSE_SECONDS:g} seconds and SIGCONT in training: one process, both, or one "
+        "of two",
+        "bit-identical losses and weights of the run without a pause",
     )
 
 
-# Hashes -------------------------------------------------------------------------------------------
+# Hash seeds ---------------------------------------------------------------------------------------
 
-# Stands before the command line: each rank begins anew with a seed of its own.
-OTHER_HASHES = """
+# Replaces `-m finetune`: each rank restarts itself with its own hash seed.
+HASH_SEED_PROGRAM = """
 import os, sys
 seed = str(1 + int(os.environ["RANK"]))
 if os.environ.get("PYTHONHASHSEED") != seed:
@@ -97,50 +102,54 @@ print("hash:", hash("finetune"), file=sys.stderr)
 from finetune.cli.main import main
 sys.exit(main())
 """
-# Augmentation by the order of a set, as a careless program would draw it.
-BY_A_SET = """
-from finetune.data import loader
-init = loader.Sampler.__init__
-def careless(self, *arguments, seed, **more):
+# A sampler whose seed depends on a hash, as in a careless program.
+UNSTABLE_SAMPLER = """
+from finetune.data.sampler import DistributedBatchSampler
+init = DistributedBatchSampler.__init__
+def unstable(self, *arguments, seed, **more):
     init(self, *arguments, seed=hash("finetune") % 1000, **more)
-loader.Sampler.__init__ = careless
+DistributedBatchSampler.__init__ = unstable
 """
 
 
-def with_hashes(folder: Path, *, name: str, more: str = "") -> tuple[Path, set[str]]:
-    """A run on two ranks that hash otherwise. Returns: its directory, the ranks' hashes."""
+def train_with_hash_seeds(
+    folder: Path, *, name: str, extra_code: str = ""
+) -> tuple[Path, set[str]]:
+    """Train two ranks with different hash seeds. Returns: the run directory, their hashes."""
     program = folder / f"{name}.py"
-    program.write_text(OTHER_HASHES.format(more=more))
-    out = whole_run(folder, processes=2, name=name, program=(str(program),))
+    program.write_text(HASH_SEED_PROGRAM.format(more=extra_code))
+    out = train_uninterrupted(folder, num_processes=2, name=name, program=(str(program),))
     lines = (folder / f"{name}.log").read_text().splitlines()
     return out, {line for line in lines if line.startswith("hash: ")}
 
 
 @pytest.mark.faults
-def test_another_hash_seed_for_each_rank(tmp_path: Path, fault: Any) -> None:
-    whole = whole_run(tmp_path, processes=2, environment={"PYTHONHASHSEED": "0"})
-    out, hashes = with_hashes(tmp_path, name="hashes")
-    assert len(hashes) == 2  # the seeds have come into force
-    assert read_train_losses(out) == read_train_losses(whole)
-    assert read_weights(out) == read_weights(whole)
-    careless, _ = with_hashes(tmp_path, name="careless", more=BY_A_SET)
-    assert read_train_losses(careless) != read_train_losses(whole)  # the control
+def test_hash_seeds_do_not_change_the_result(tmp_path: Path, fault: Any) -> None:
+    reference = train_uninterrupted(
+        tmp_path, num_processes=2, extra_environment={"PYTHONHASHSEED": "0"}
+    )
+    out, hashes = train_with_hash_seeds(tmp_path, name="hashes")
+    assert len(hashes) == 2  # the seeds took effect
+    assert read_train_losses(out) == read_train_losses(reference)
+    assert read_weights(out) == read_weights(reference)
+    unstable, _ = train_with_hash_seeds(tmp_path, name="careless", extra_code=UNSTABLE_SAMPLER)
+    assert read_train_losses(unstable) != read_train_losses(reference)  # the control
     fault(
         "another PYTHONHASHSEED for each rank of two",
-        "the same losses and weights; with images drawn by a hash they differ (the control)",
+        "the same losses and weights; they differ with a sampler that uses a hash (the control)",
     )
 
 
 # The end ------------------------------------------------------------------------------------------
 
-# Stands before the command line: an interrupt comes once the verb has ended.
-INTERRUPTED = """
+# Replaces `-m finetune`: an interrupt arrives after the command has ended.
+INTERRUPT_PROGRAM = """
 import atexit, os, signal, sys, time
 from finetune.cli import main as cli
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep({seconds})  # Python looks for signals between two of its instructions
+    time.sleep({seconds})  # Python handles signals between two bytecode instructions
 
 run = cli.run
 def interrupted(*arguments):
@@ -153,25 +162,25 @@ code = cli.main()
 atexit.register({at_exit})
 sys.exit(code)
 """
-MOMENTS = {
-    "as the verb returns": ("interrupt()", "int"),
+INTERRUPT_POINTS = {
+    "as the command returns": ("interrupt()", "int"),
     "while Python shuts down": ("pass", "interrupt"),
 }
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
-@pytest.mark.parametrize("careless", [False, True], ids=["ours", "control"])
-def test_an_interrupt_after_the_verb(
-    moment: str, careless: bool, tmp_path: Path, fault: Any
+@pytest.mark.parametrize("point", list(INTERRUPT_POINTS))
+@pytest.mark.parametrize("unprotected", [False, True], ids=["protected", "control"])
+def test_an_interrupt_after_the_command_gives_no_traceback(
+    point: str, unprotected: bool, tmp_path: Path, fault: Any
 ) -> None:
-    late, at_exit = MOMENTS[moment]
+    after_run, at_exit = INTERRUPT_POINTS[point]
     program = tmp_path / "interrupted.py"
-    more = "cli.main = lambda: cli.run(cli.cli, sys.argv[1:])" if careless else ""
-    text = INTERRUPTED.format(late=late, at_exit=at_exit, seconds=0.2, more=more)
+    extra_code = "cli.main = lambda: cli.run(cli.cli, sys.argv[1:])" if unprotected else ""
+    text = INTERRUPT_PROGRAM.format(late=after_run, at_exit=at_exit, seconds=0.2, more=extra_code)
     program.write_text(text)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, program, "recipes", "schema"],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
@@ -179,27 +188,29 @@ def test_an_interrupt_after_the_verb(
             timeout=60,
         )
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert json.loads(done.stdout)["title"]  # the answer is out
-    if careless:
-        assert "KeyboardInterrupt" in done.stderr
+        signal.signal(signal.SIGINT, old_handler)
+    assert json.loads(result.stdout)["title"]  # the output is complete
+    if unprotected:
+        assert "KeyboardInterrupt" in result.stderr
         return
-    assert done.returncode in (130, -signal.SIGINT)  # to a shell both are 130
-    assert done.stderr == ""
+    assert result.returncode in (130, -signal.SIGINT)  # both are 130 for a shell
+    assert result.stderr == ""
     fault(
-        "SIGINT when the verb has ended: as it returns, while Python shuts down",
-        "130, the answer is whole, no traceback; without our handling there is one (the control)",
+        "SIGINT after the command: as it returns, while Python shuts down",
+        "130, complete output, no traceback; without our handler one is printed (the control)",
     )
 
 
 # Memory -------------------------------------------------------------------------------------------
 
 
-def limited(mebibytes: int | None, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line with a limit on its address space, as `ulimit -v` sets it."""
+def run_with_memory_limit(
+    mebibytes: int | None, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with a limit on its address space, as with `ulimit -v`."""
     limit = [] if mebibytes is None else ["prlimit", f"--as={mebibytes << 20}"]
     return subprocess.run(
-        [*limit, sys.executable, "-m", "finetune", *words],
+        [*limit, sys.executable, "-m", "finetune", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -207,38 +218,42 @@ def limited(mebibytes: int | None, *words: str) -> subprocess.CompletedProcess[s
     )
 
 
-prlimit = pytest.mark.skipif(
+requires_prlimit = pytest.mark.skipif(
     shutil.which("prlimit") is None,
     reason="no limit on the address space: the command prlimit is not installed",
 )
 
 
-@prlimit
+@requires_prlimit
 @pytest.mark.parametrize(
     "mebibytes",
     [200, *(pytest.param(n, marks=pytest.mark.faults) for n in (100, 150, 250, 300, 400))],
 )
-def test_no_memory_for_the_libraries(mebibytes: int, tmp_path: Path, fault: Any) -> None:
-    """torch's largest library alone is more than 400 MB, whatever it was built for."""
-    words = ("train", "recipes/quickstart.yaml", "--out", str(tmp_path / "run"), "--json")
-    done = limited(mebibytes, *words)
-    answer = json.loads(done.stdout)
-    assert (done.returncode, answer["code"]) == (EXIT_CODES["setup"], "setup.memory"), done.stderr
-    begins, refuses = done.stderr.splitlines()  # what it begins, before torch is loaded
-    assert "output in" in begins
-    assert "ulimit" in refuses
-    assert not finetune_tracebacks(done.stderr)
+def test_too_little_memory_to_load_the_libraries(
+    mebibytes: int, tmp_path: Path, fault: Any
+) -> None:
+    """The largest library of torch has more than 400 MB in every build."""
+    arguments = ("train", "recipes/quickstart.yaml", "--out", str(tmp_path / "run"), "--json")
+    result = run_with_memory_limit(mebibytes, *arguments)
+    error = json.loads(result.stdout)
+    assert (result.returncode, error["code"]) == (EXIT_CODES["setup"], "setup.memory"), (
+        result.stderr
+    )
+    banner, message = result.stderr.splitlines()  # the banner is printed before torch is loaded
+    assert "output in" in banner
+    assert "ulimit" in message
+    assert not finetune_tracebacks(result.stderr)
     assert not (tmp_path / "run" / "run.json").exists()
     fault(
-        "memory refused while libraries are mapped (ulimit -v)",
+        "too little memory to load the libraries (ulimit -v)",
         "5 (setup.memory) in one line, before anything is written",
     )
 
 
-@prlimit
+@requires_prlimit
 @pytest.mark.faults
-def test_the_same_command_with_memory(tmp_path: Path, fault: Any) -> None:
-    """The control: it is the limit that ends it."""
-    words = ("train", "recipes/quickstart.yaml", "--dry-run", "--out", str(tmp_path / "run"))
-    assert limited(None, *words).returncode == 0
+def test_control_with_enough_memory(tmp_path: Path, fault: Any) -> None:
+    """The control: without the limit the command works."""
+    arguments = ("train", "recipes/quickstart.yaml", "--dry-run", "--out", str(tmp_path / "run"))
+    assert run_with_memory_limit(None, *arguments).returncode == 0
     fault("the same without the limit", "the control: 0")

@@ -1,4 +1,4 @@
-"""One rank dies, hangs or raises: all end, the cause is said once, and no process is left."""
+"""One rank dies, hangs or raises: all end, the cause is reported once, no process is left."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import pytest
 from launches import Launch, finetune_tracebacks, launch_training
 
 TIMEOUT_SECONDS = 20
-LAUNCHERS_PATIENCE = 30  # with a rank that does not heed its SIGTERM, before SIGKILL
+LAUNCHER_TIMEOUT_SECONDS = 30  # from SIGTERM to SIGKILL for a rank that does not end
 
-# Stands before the command line, in every rank, and makes one of them fail in its third step.
-FAILING = """
+# Replaces `-m finetune` in every rank, and makes one rank fail after its third step.
+FAILING_PROGRAM = """
 import os, sys, time
 from finetune.training.trainer_state import TrainerState
 from finetune.errors import DataError
 
-step = TrainerState.step
+step = TrainerState.train_step
 
 def failing(self, *arguments):
     step(self, *arguments)
     if self.counters.step == 3 and os.environ["RANK"] == "{rank}":
         {action}
 
-TrainerState.step = failing
+TrainerState.train_step = failing
 from finetune.cli.main import main
 sys.exit(main())
 """
 
 
-def failing(folder: Path, rank: int, action: str) -> tuple[str, ...]:
-    """A program in which a rank does something after its third step."""
+def write_failing_program(folder: Path, rank: int, action: str) -> tuple[str, ...]:
+    """Write a program in which one rank runs `action` after its third step."""
     path = folder / "failing.py"
-    path.write_text(FAILING.format(rank=rank, action=action))
+    path.write_text(FAILING_PROGRAM.format(rank=rank, action=action))
     return (str(path),)
 
 
 def check_ended(launch: Launch, cause: str) -> None:
-    """Everything has ended, and the cause stands there once."""
+    """Check that the launch failed and reported the cause once."""
     assert launch.process.returncode != 0
     assert launch.text.count(cause) == 1, launch.text
     assert "internal error" not in launch.text.replace(cause, "")
@@ -48,7 +48,7 @@ def check_ended(launch: Launch, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, rank",
+    "launcher, rank",
     [
         pytest.param("accelerate", 1, id="accelerate-rank1", marks=pytest.mark.faults),
         pytest.param("accelerate", 0, id="accelerate-rank0", marks=pytest.mark.faults),
@@ -56,8 +56,10 @@ def check_ended(launch: Launch, cause: str) -> None:
         pytest.param("torchrun", 0, id="torchrun-rank0", marks=pytest.mark.faults),
     ],
 )
-def test_a_rank_is_killed(kind: str, rank: int, tmp_path: Path, fault: Any) -> None:
-    with launch_training(tmp_path, launcher=kind) as launch:
+def test_the_other_ranks_end_when_one_is_killed(
+    launcher: str, rank: int, tmp_path: Path, fault: Any
+) -> None:
+    with launch_training(tmp_path, launcher=launcher) as launch:
         launch.wait_for_steps()
         os.kill(launch.rank_process_ids()[rank], signal.SIGKILL)
         seconds = launch.wait_for_end()
@@ -66,38 +68,40 @@ def test_a_rank_is_killed(kind: str, rank: int, tmp_path: Path, fault: Any) -> N
             assert launch.read_record()["status"] == "failed (5)"
     fault(
         "SIGKILL to one rank of two",
-        "the others end, the rank is named once, no process is left",
-        f"{kind}: {seconds:.1f} s",
+        "the other ranks end, the rank is named once, no process is left",
+        f"{launcher}: {seconds:.1f} s",
     )
 
 
-ACTIONS = {
-    "error of ours": ('raise DataError("cats/7.png: is gone; restore it")', "cats/7.png: is gone"),
-    "error of another": ('raise KeyError("lost")', "internal error: KeyError"),
+FAILURES = {
+    "FinetuneError": ('raise DataError("cats/7.png: is gone; restore it")', "cats/7.png: is gone"),
+    "other error": ('raise KeyError("lost")', "internal error: KeyError"),
     "sys.exit": ("os._exit(9)", "ended without an error message"),
 }
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("action", list(ACTIONS))
-def test_a_rank_raises(action: str, rank: int, tmp_path: Path, fault: Any) -> None:
-    code, cause = ACTIONS[action]
-    with launch_training(tmp_path, program=failing(tmp_path, rank, code)) as launch:
+@pytest.mark.parametrize("failure", list(FAILURES))
+def test_the_other_ranks_end_when_one_raises(
+    failure: str, rank: int, tmp_path: Path, fault: Any
+) -> None:
+    code, cause = FAILURES[failure]
+    with launch_training(tmp_path, program=write_failing_program(tmp_path, rank, code)) as launch:
         launch.wait_for_end()
         check_ended(launch, cause)
-        if rank:  # rank 0 writes the record, with the other one's reason
-            expected = {"error of ours": 3, "error of another": 1, "sys.exit": 5}[action]
+        if rank:  # rank 0 writes the record, with the cause of rank 1
+            expected = {"FinetuneError": 3, "other error": 1, "sys.exit": 5}[failure]
             assert launch.read_record()["status"] == f"failed ({expected})"
     fault(
-        "one rank of two raises, or ends without a word",
+        "one rank of two raises, or ends without a message",
         "all end, the cause is printed once, run.json has its exit code",
     )
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
+def test_the_other_ranks_end_when_one_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
     with launch_training(tmp_path, f"run.timeout_seconds={TIMEOUT_SECONDS}") as launch:
         launch.wait_for_steps()
         os.kill(launch.rank_process_ids()[rank], signal.SIGSTOP)
@@ -106,7 +110,7 @@ def test_a_rank_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
     fault(
         "SIGSTOP to one rank of two",
         f"the others give up after run.timeout_seconds ({TIMEOUT_SECONDS} here) and name it; the "
-        f"launcher kills it {LAUNCHERS_PATIENCE} s later",
+        f"launcher kills it {LAUNCHER_TIMEOUT_SECONDS} s later",
         f"{seconds:.0f} s",
     )
 
@@ -125,7 +129,7 @@ def test_an_error_of_all_ranks_is_printed_once(
 
 
 @pytest.mark.faults
-def test_a_folder_in_use_is_said_once(tmp_path: Path, fault: Any) -> None:
+def test_a_run_directory_in_use_is_reported_once(tmp_path: Path, fault: Any) -> None:
     with launch_training(tmp_path, launcher="python", name="first") as first:
         first.wait_for_steps()
         with launch_training(tmp_path, out=first.out, name="second") as second:

@@ -1,4 +1,4 @@
-"""Run directories that hold what no run puts there: pipes, links, folders, other people's files."""
+"""Run directories with unexpected content: pipes, links, folders, files of other programs."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ from finetune.training.train import train
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
-MOST_SECONDS = 60
-PIPES = "exit code 4 or 5, or passed over as other damage is; nobody waits, nothing is changed"
-LINKS = "exit code 5; what they lead to is as it was"
-OTHERS = "exit code 5 and what is there; every file is as it was"
-VALUES = "an error of ours, or it is taken"
+TIMEOUT_SECONDS = 60
+SPECIAL_FILES = "exit code 4 or 5, or ignored like other damage; no hang, no file is changed"
+LINKS = "exit code 5; the target is unchanged"
+OTHERS = "exit code 5 and the found files; every file is unchanged"
+VALUES = "a FinetuneError, or it is accepted"
 
 
-def within(work: Callable[[], object]) -> ChildResult:
-    """Run in a child that a signal ends if it waits: its code is then negative."""
+def run_with_timeout(work: Callable[[], object]) -> ChildResult:
+    """Run in a child with a timeout; after it, the exit code is minus SIGALRM."""
 
-    def timed() -> None:
-        signal.alarm(MOST_SECONDS)
+    def work_with_alarm() -> None:
+        signal.alarm(TIMEOUT_SECONDS)
         work()
 
-    return run_in_child(timed)
+    return run_in_child(work_with_alarm)
 
 
-def resumed(out: Path) -> ChildResult:
-    return within(lambda: train(RECIPE, out, resume=True))
+def resume_run(out: Path) -> ChildResult:
+    return run_with_timeout(lambda: train(RECIPE, out, resume=True))
 
 
-def make(path: Path, kind: str) -> None:
-    """Put something else in the place of a file."""
+def replace_by(path: Path, kind: str) -> None:
+    """Replace a file by something else."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -79,78 +79,85 @@ def make(path: Path, kind: str) -> None:
         path.write_text("[" * 200_000)
     elif kind == "endless":
         with path.open("wb") as file:
-            file.truncate(1 << 42)  # takes no room
+            file.truncate(1 << 42)  # a sparse file
     else:
         assert kind == "device"
         path.symlink_to("/dev/zero")
 
 
 @pytest.fixture(scope="module")
-def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, killed in its last step but one."""
+def stopped_run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, killed in its second-to-last step."""
     out = tmp_path_factory.mktemp("stopped") / "run"
     train_until_killed(7, RECIPE, out)
     assert check_all_checkpoints(out)[-2:] == [4, 6]
     return out
 
 
-# Pipes, folders and files without end -------------------------------------------------------------
+# Pipes, folders and endless files -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
 @pytest.mark.parametrize("name", ["run.json", "results.json", "metrics.jsonl"])
-def test_in_the_place_of_a_file(
-    name: str, kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
+def test_special_files_instead_of_run_files(
+    name: str, kind: str, stopped_run: Path, finished_run: Path, tmp_path: Path, fault
 ) -> None:
-    started = whole if name == "results.json" else stopped  # which is read of a finished run
-    out = copy_run(started, tmp_path / "run")
-    make(out / name, kind)
+    source = (
+        finished_run if name == "results.json" else stopped_run
+    )  # results.json is read only for a finished run
+    out = copy_run(source, tmp_path / "run")
+    replace_by(out / name, kind)
     before = {} if kind == "endless" else run_file_hashes(out)
-    check_child_error(resumed(out), "checkpoint.damaged", out / name)
+    check_child_error(resume_run(out), "checkpoint.damaged", out / name)
     assert kind == "endless" or run_file_hashes(out) == before
-    reported = within(lambda: write_report_pages([out]))
+    report_result = run_with_timeout(lambda: write_report_pages([out]))
     no_run = name == "run.json" and kind != "endless"
-    check_child_error(reported, "recipe.not_a_run" if no_run else "checkpoint.damaged", out)
-    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+    check_child_error(report_result, "recipe.not_a_run" if no_run else "checkpoint.damaged", out)
+    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "endless", "device"])
-def test_in_the_place_of_a_manifest(
-    kind: str, stopped: Path, whole: Path, tmp_path: Path, fault
+def test_special_files_instead_of_a_manifest(
+    kind: str, stopped_run: Path, finished_run: Path, tmp_path: Path, fault
 ) -> None:
-    out = copy_run(stopped, tmp_path / "run")
-    make(RunDir(out).checkpoint_folder(6) / "manifest.json", kind)
-    check_child_success(resumed(out), "checkpoint of step 6")
-    assert read_weights(out) == read_weights(whole)
-    assert read_train_losses(out) == read_train_losses(whole)
+    out = copy_run(stopped_run, tmp_path / "run")
+    replace_by(RunDir(out).checkpoint_folder(6) / "manifest.json", kind)
+    check_child_success(resume_run(out), "checkpoint of step 6")
+    assert read_weights(out) == read_weights(finished_run)
+    assert read_train_losses(out) == read_train_losses(finished_run)
     assert temporary_files(out) == []
-    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
 
-def test_in_the_place_of_the_lock(stopped: Path, tmp_path: Path, fault) -> None:
+def test_special_files_instead_of_the_lock(stopped_run: Path, tmp_path: Path, fault) -> None:
     for kind in ("pipe", "folder", "device"):
-        out = copy_run(stopped, tmp_path / kind)
-        make(out / ".lock", kind)
+        out = copy_run(stopped_run, tmp_path / kind)
+        replace_by(out / ".lock", kind)
         before = run_file_hashes(out)
-        check_child_error(resumed(out), "setup.not_a_run", out / ".lock")
+        check_child_error(resume_run(out), "setup.not_a_run", out / ".lock")
         assert run_file_hashes(out) == before
-    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
 
-def test_a_file_with_the_name_of_a_checkpoint(
-    stopped: Path, whole: Path, tmp_path: Path, fault
+def test_a_file_named_like_a_checkpoint(
+    stopped_run: Path, finished_run: Path, tmp_path: Path, fault
 ) -> None:
-    out = copy_run(stopped, tmp_path / "run")
+    out = copy_run(stopped_run, tmp_path / "run")
     (out / "checkpoints" / "step-00000009").write_text("")
-    check_child_success(resumed(out), "checkpoint of step 9")
-    assert read_weights(out) == read_weights(whole)
+    check_child_success(resume_run(out), "checkpoint of step 9")
+    assert read_weights(out) == read_weights(finished_run)
     assert temporary_files(out) == []
-    fault("a pipe, a folder or a file without end in the place of a run's file", PIPES)
+    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "deep", "figures", "part"])
-def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, fault) -> None:
-    out, other = copy_run(whole, tmp_path / "run"), copy_run(whole, tmp_path / "other")
+def test_a_damaged_run_in_the_same_folder_is_ignored(
+    kind: str, finished_run: Path, tmp_path: Path, fault
+) -> None:
+    out, other = (
+        copy_run(finished_run, tmp_path / "run"),
+        copy_run(finished_run, tmp_path / "other"),
+    )
     recipe = (other / "recipe.yaml").read_text()
     assert "seed: 0" in recipe
     (other / "recipe.yaml").write_text(recipe.replace("seed: 0", "seed: 1"))
@@ -159,11 +166,11 @@ def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, f
     if kind in ("figures", "part"):
         (other / "results.json").write_text(json.dumps({**results, "test": test}))
     else:
-        make(other / "run.json", kind)
-        make(other / "results.json", kind)
-    check_child_success(within(lambda: rewrite_artifacts(RunDir(out))))
+        replace_by(other / "run.json", kind)
+        replace_by(other / "results.json", kind)
+    check_child_success(run_with_timeout(lambda: rewrite_artifacts(RunDir(out))))
     assert "seeds (" not in (out / "model" / "README.md").read_text()
-    fault("a damaged run beside one that ends", "it is left out of the card, and nobody waits")
+    fault("a damaged run next to one that ends", "it is left out of the card, no hang")
 
 
 # Links --------------------------------------------------------------------------------------------
@@ -172,38 +179,42 @@ def test_a_neighbour_is_in_nobodys_way(kind: str, whole: Path, tmp_path: Path, f
 @pytest.mark.parametrize(
     "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
 )
-def test_links_in_a_run(name: str, whole: Path, tmp_path: Path, fault) -> None:
-    out = copy_run(whole, tmp_path / "run")
-    elsewhere = tmp_path / "elsewhere"
+def test_links_in_a_run_directory_are_refused(
+    name: str, finished_run: Path, tmp_path: Path, fault
+) -> None:
+    out = copy_run(finished_run, tmp_path / "run")
+    target = tmp_path / "elsewhere"
     if name == ".lock":
-        elsewhere.write_text("export PATH")
+        target.write_text("export PATH")
     else:
-        (out / name).rename(elsewhere)
-    (out / name).symlink_to(elsewhere)
-    if elsewhere.is_dir():
-        (elsewhere / ".bashrc").write_text("export PATH")
-    before, kept = run_file_hashes(tmp_path), sorted(elsewhere.glob("**/*"))
-    check_child_error(resumed(out), "setup.not_a_run", out / name, "--out")
+        (out / name).rename(target)
+    (out / name).symlink_to(target)
+    if target.is_dir():
+        (target / ".bashrc").write_text("export PATH")
+    before, target_files = run_file_hashes(tmp_path), sorted(target.glob("**/*"))
+    check_child_error(resume_run(out), "setup.not_a_run", out / name, "--out")
     assert run_file_hashes(tmp_path) == before
-    assert sorted(elsewhere.glob("**/*")) == kept
-    fault("links in a run directory that lead elsewhere", LINKS)
+    assert sorted(target.glob("**/*")) == target_files
+    fault("links in a run directory to other places", LINKS)
 
 
-def test_a_left_over_that_is_a_link(stopped: Path, whole: Path, tmp_path: Path, fault) -> None:
-    out = copy_run(stopped, tmp_path / "run")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "thesis.tex").write_text("mine")
+def test_a_leftover_link_is_removed_but_not_followed(
+    stopped_run: Path, finished_run: Path, tmp_path: Path, fault
+) -> None:
+    out = copy_run(stopped_run, tmp_path / "run")
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "thesis.tex").write_text("mine")
     for name in (".run.json.1.tmp", ".model.1.tmp", ".model.old.1.tmp", "checkpoints/.doomed-9"):
-        (out / name).symlink_to(elsewhere)
-    check_child_success(resumed(out))
-    assert read_weights(out) == read_weights(whole)
+        (out / name).symlink_to(target)
+    check_child_success(resume_run(out))
+    assert read_weights(out) == read_weights(finished_run)
     assert temporary_files(out) == []
-    assert (elsewhere / "thesis.tex").read_text() == "mine"
-    fault("links in a run directory that lead elsewhere", LINKS)
+    assert (target / "thesis.tex").read_text() == "mine"
+    fault("links in a run directory to other places", LINKS)
 
 
-# Other people's folders ---------------------------------------------------------------------------
+# Folders of other programs ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
@@ -219,16 +230,18 @@ def test_a_left_over_that_is_a_link(stopped: Path, whole: Path, tmp_path: Path, 
     ],
     ids=["project", "kept", "steps", "record", "lock", "recipe"],
 )
-def test_a_folder_that_is_no_run(files: list[str], resume: bool, tmp_path: Path, fault) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(
+    files: list[str], resume: bool, tmp_path: Path, fault
+) -> None:
     out = tmp_path / "project"
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('{"status": "done"}')
-    before, there = run_file_hashes(out), sorted(out.rglob("*"))
-    ended = within(lambda: train(RECIPE, out, resume=resume))
-    check_child_error(ended, "setup.not_a_run", out, "--out")
-    assert (run_file_hashes(out), sorted(out.rglob("*"))) == (before, there)
-    fault("--out is a folder of something else", OTHERS)
+    before, paths = run_file_hashes(out), sorted(out.rglob("*"))
+    result = run_with_timeout(lambda: train(RECIPE, out, resume=resume))
+    check_child_error(result, "setup.not_a_run", out, "--out")
+    assert (run_file_hashes(out), sorted(out.rglob("*"))) == (before, paths)
+    fault("--out is a folder of another program", OTHERS)
 
 
 @pytest.fixture(scope="module")
@@ -236,39 +249,41 @@ def setup() -> TrainingSetup:
     return build_setup(RECIPE, device=torch.device("cpu"), show_progress=False)
 
 
-def started(run: RunDir, setup: TrainingSetup) -> int | None:
+def start_run(run: RunDir, setup: TrainingSetup) -> int | None:
     """Start or resume as `train` does."""
-    facts: dict[str, Any] = {"precision": "fp32", "num_processes": 1}
-    start = start_or_resume(run, setup, **facts, resume=True)
+    options: dict[str, Any] = {"precision": "fp32", "num_processes": 1}
+    start = start_or_resume(run, setup, **options, resume=True)
     if start is not None:
         record_plan(run, setup, start_step=start)
     return start
 
 
-def test_a_killed_start_can_be_begun_again(setup: TrainingSetup, tmp_path: Path, fault) -> None:
-    killed = 0
-    for moment in range(1, 100):
-        out = tmp_path / str(moment)
+def test_a_killed_start_can_be_repeated(setup: TrainingSetup, tmp_path: Path, fault) -> None:
+    num_killed = 0
+    for kill_at in range(1, 100):
+        out = tmp_path / str(kill_at)
 
-        def work(at: int = moment, out: Path = out) -> None:
-            KillPoints(at).install()
+        def work(n: int = kill_at, out: Path = out) -> None:
+            KillPoints(n).install()
             run = RunDir(out)
             run.open()
-            started(run, setup)
+            start_run(run, setup)
 
-        for _ in range(2):  # the second one finds what the first one left
-            ended = run_in_child(work)
-            assert ended.exit_code in (0, -signal.SIGKILL), (moment, ended.output)
-        if ended.exit_code == 0:
+        for _ in range(2):  # the second try starts from the files of the first
+            result = run_in_child(work)
+            assert result.exit_code in (0, -signal.SIGKILL), (kill_at, result.output)
+        if result.exit_code == 0:
             break
-        killed += 1
+        num_killed += 1
         run = RunDir(out)
         run.open()
-        assert started(run, setup) == 0, sorted(out.rglob("*"))
+        assert start_run(run, setup) == 0, sorted(out.rglob("*"))
         run.close()
         assert temporary_files(out) == []
-    assert 20 < killed < 99, "each folder and file of a start, and the renames"
-    fault("SIGKILL at every moment of a start", "the next start takes the folder for its own")
+    assert 20 < num_killed < 99, (
+        "too few kill points: each folder, file and rename of a start is one"
+    )
+    fault("SIGKILL at every kill point of a start", "the next start uses the folder")
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -279,42 +294,44 @@ def test_a_killed_start_can_be_begun_again(setup: TrainingSetup, tmp_path: Path,
     [{"plan": {"steps": "many"}}, {"plan": []}, {"split_fingerprints": 7}, {"x": [1e999]}],
     ids=["steps", "plan", "fingerprints", "infinite"],
 )
-def test_a_record_of_other_values(
-    changes: dict[str, Any], stopped: Path, tmp_path: Path, fault
+def test_a_record_with_invalid_values(
+    changes: dict[str, Any], stopped_run: Path, tmp_path: Path, fault
 ) -> None:
-    out = copy_run(stopped, tmp_path / "run")
+    out = copy_run(stopped_run, tmp_path / "run")
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, **changes}))
     before = run_file_hashes(out)
-    check_child_error(resumed(out), "checkpoint.damaged", out / "run.json")
+    check_child_error(resume_run(out), "checkpoint.damaged", out / "run.json")
     assert run_file_hashes(out) == before
-    fault("run.json, manifest.json, state.json of any values", VALUES)
+    fault("run.json, manifest.json, state.json with any values", VALUES)
 
 
 SCALARS = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
     st.sampled_from([-1, 0, 2**53, 10**400, 1e308, "done", "running", "fp32"]),
 )
-ANY = st.recursive(
+JSON_VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=4,
 )
-DEEP = st.sampled_from([60, 300, 900, 980]).map(lambda depth: json.loads("[" * depth + "]" * depth))
+NESTED_LISTS = st.sampled_from([60, 300, 900, 980]).map(
+    lambda depth: json.loads("[" * depth + "]" * depth)
+)
 
 
-def paths(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The place of every value in an object of JSON."""
+def json_paths(tree: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in a JSON object."""
     if not isinstance(tree, (dict, list)):
-        return [above]
+        return [prefix]
     keys = tree if isinstance(tree, dict) else range(len(tree))
-    return [above, *(path for key in keys for path in paths(tree[key], (*above, key)))]
+    return [prefix, *(path for key in keys for path in json_paths(tree[key], (*prefix, key)))]
 
 
-def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value in one place."""
+def with_value(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy with another value at one path."""
     if not path:
         return value
     result = part = copy.deepcopy(tree)
@@ -324,44 +341,47 @@ def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     return result
 
 
-def fuzz(tree: Any, number: int, run: Callable[[Any], object]) -> tuple[int, int]:
-    """Try other values in every place. Returns: how many were tried, and how many were taken."""
-    tried = taken = 0
+def fuzz(tree: Any, num_examples: int, try_example: Callable[[Any], object]) -> tuple[int, int]:
+    """Try other values at random paths. Returns: number of tried and of accepted examples."""
+    tried = accepted = 0
     codes: set[int] = set()
-    quick = settings(
-        max_examples=number,
+    quick_settings = settings(
+        max_examples=num_examples,
         deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
 
-    @quick
-    @given(st.sampled_from(paths(tree)), st.one_of(ANY, DEEP))
-    def once(path: tuple[Any, ...], value: Any) -> None:
-        nonlocal tried, taken
+    @quick_settings
+    @given(st.sampled_from(json_paths(tree)), st.one_of(JSON_VALUES, NESTED_LISTS))
+    def check_one(path: tuple[Any, ...], value: Any) -> None:
+        nonlocal tried, accepted
         tried += 1
         try:
-            run(changed(tree, path, value))
-            taken += 1
+            try_example(with_value(tree, path, value))
+            accepted += 1
         except FinetuneError as error:
             codes.add(error.exit_code)
 
-    once()
+    check_one()
     assert codes <= {2, 3, 4}
-    return tried, taken
+    return tried, accepted
 
 
-NUMBERS = [pytest.param(80, id="quick"), pytest.param(2000, id="long", marks=pytest.mark.faults)]
+NUM_EXAMPLES = [
+    pytest.param(80, id="quick"),
+    pytest.param(2000, id="long", marks=pytest.mark.faults),
+]
 
 
 @pytest.fixture
-def saved(setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run that has two checkpoints, and that no disk is waited for."""
+def saved_run(setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with two checkpoints, written without fsync."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     run = RunDir(tmp_path / "run")
     run.open()
-    assert started(run, setup) == 0
+    assert start_run(run, setup) == 0
     for step in (2, 4):
         counters = {"step": step, "best": 0.5, "best_step": 2, "pending": [1.0], "scaler": None}
         run.save_checkpoint(step, state_writer(counters), num_bytes=0)
@@ -372,35 +392,37 @@ def state_writer(counters: dict[str, Any]) -> Callable[[Path], None]:
     return lambda folder: (folder / "state.json").write_text(json.dumps(counters)) and None
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_records_of_any_values(number: int, setup: TrainingSetup, saved: RunDir, fault) -> None:
-    record = saved.read_json("run.json")
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_record_values(
+    num_examples: int, setup: TrainingSetup, saved_run: RunDir, fault
+) -> None:
+    record = saved_run.read_json("run.json")
 
     def run(tree: Any) -> None:
-        (saved.path / "run.json").write_text(json.dumps(tree))
-        started(saved, setup)
-        with record_status(saved, is_main_process=True):
+        (saved_run.path / "run.json").write_text(json.dumps(tree))
+        start_run(saved_run, setup)
+        with record_status(saved_run, is_main_process=True):
             pass
 
-    tried, taken = fuzz(record, number, run)
-    assert tried >= number // 2
-    assert 0 < taken < tried
-    fault("run.json, manifest.json, state.json of any values", VALUES)
+    tried, accepted = fuzz(record, num_examples, run)
+    assert tried >= num_examples // 2
+    assert 0 < accepted < tried
+    fault("run.json, manifest.json, state.json with any values", VALUES)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-@pytest.mark.parametrize("number", NUMBERS)
-def test_checkpoints_of_any_values(number: int, name: str, saved: RunDir, fault) -> None:
-    path = saved.checkpoint_folder(4) / name
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_random_checkpoint_values(num_examples: int, name: str, saved_run: RunDir, fault) -> None:
+    path = saved_run.checkpoint_folder(4) / name
     tree = json.loads(path.read_text())
 
-    def run(other: Any) -> None:
-        path.write_text(json.dumps(other))
+    def run(changed: Any) -> None:
+        path.write_text(json.dumps(changed))
         with logged() as messages:
-            taken = saved.newest_intact_step() == 4
-        assert len(messages) == (not taken)
-        assert other == tree or not taken
+            accepted = saved_run.newest_intact_step() == 4
+        assert len(messages) == (not accepted)
+        assert changed == tree or not accepted
 
-    tried, taken = fuzz(tree, number, run)
-    assert taken == tried >= number // 2
-    fault("run.json, manifest.json, state.json of any values", VALUES)
+    tried, accepted = fuzz(tree, num_examples, run)
+    assert accepted == tried >= num_examples // 2
+    fault("run.json, manifest.json, state.json with any values", VALUES)

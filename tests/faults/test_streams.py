@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or that nobody reads any more: no traceback, no lost work."""
+"""Standard streams that are closed or no longer read: no traceback, no lost work."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from finetune.cli.main import main
 RECIPE = tiny_recipe_text(
     optim="lr: 3e-3, steps: 4", run="precision: fp32, log_every: 1, save_every: 2"
 )
-BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE has ended
+BROKEN_PIPE_EXIT_CODE = 141  # the exit code that a shell reports for SIGPIPE
 
-# Stands before the command line: in every step a library prints, past Python's own streams.
-PRINTING = """
+# Replaces `-m finetune`: after every step a library writes directly to file descriptors 1 and 2.
+PRINTING_PROGRAM = """
 import gc, os, sys
-gc.disable()  # as the command line does while it imports
+gc.disable()  # as finetune does during imports
 from finetune.training.trainer_state import TrainerState
 
-step = TrainerState.step
+step = TrainerState.train_step
 
 def printing(self, *arguments):
     step(self, *arguments)
     os.write(1, b"from a library")
     os.write(2, b"from a library")
 
-TrainerState.step = printing
+TrainerState.train_step = printing
 {before}
 from finetune.cli.main import main
 sys.exit(main())
 """
-# Python runs the program from a file: it knows of no closed stream that is opened late.
-LEFT_CLOSED = "import finetune.cli.runner as r; r.open_closed_streams = lambda: None"
+# Python opens the program file before a closed stream could be opened.
+KEEP_STREAMS_CLOSED = "import finetune.cli.runner as r; r.open_closed_streams = lambda: None"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run and some images."""
+def finished_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run and images."""
     folder = tmp_path_factory.mktemp("streams")
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "images").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    for number in range(1500):  # their rows are more than a pipe holds, 64 KiB
+    for number in range(1500):  # their rows exceed the 64 KiB of a pipe
         Image.fromarray(pixels).save(folder / "images" / f"image-{number:04}.png")
     with pytest.MonkeyPatch.context() as patch:
         disable_report_and_plots(patch)
@@ -69,18 +69,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(
+def run_in_shell(
     folder: Path,
-    words: str,
-    behind: str = "",
+    command: str,
+    redirection: str = "",
     *,
-    before: str = "",
+    shell_prefix: str = "",
     program: str = "-m finetune",
     unbuffered: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line in bash; what stands behind it are redirections, or a pipe."""
+    """Run a command in bash, with redirections or a pipe."""
     return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {before} '{sys.executable}' {program} {words} {behind}"],
+        [
+            "bash",
+            "-c",
+            f"set -o pipefail; {shell_prefix} '{sys.executable}' {program} {command} {redirection}",
+        ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": unbuffered},
         capture_output=True,
@@ -89,85 +93,101 @@ def shell(
     )
 
 
-def printing(folder: Path, before: str = "") -> str:
-    """The program whose libraries print."""
-    path = folder / f"printing-{bool(before)}.py"
-    path.write_text(PRINTING.format(before=before))
+def write_printing_program(folder: Path, setup_code: str = "") -> str:
+    """Write the program whose libraries print. Returns: its path."""
+    path = folder / f"printing-{bool(setup_code)}.py"
+    path.write_text(PRINTING_PROGRAM.format(before=setup_code))
     return str(path)
 
 
-def files_with(folder: Path, text: bytes) -> list[str]:
+def files_that_contain(folder: Path, text: bytes) -> list[str]:
     paths = [path for path in folder.rglob("*") if path.is_file()]
     assert paths
     return [str(path.relative_to(folder)) for path in paths if text in path.read_bytes()]
 
 
-CLOSED = ["0<&- 1>&- 2>&-", "0<&-", "1>&-", "2>&-"]
-_LONG = pytest.mark.faults
+CLOSED_STREAMS = ["0<&- 1>&- 2>&-", "0<&-", "1>&-", "2>&-"]
+LONG_TEST = pytest.mark.faults
 
 
 @pytest.mark.parametrize(
-    "behind", [CLOSED[0], *(pytest.param(one, marks=_LONG) for one in CLOSED[1:])]
+    "redirection",
+    [CLOSED_STREAMS[0], *(pytest.param(one, marks=LONG_TEST) for one in CLOSED_STREAMS[1:])],
 )
-def test_train_with_closed_streams(behind: str, place: Path, tmp_path: Path, fault: Any) -> None:
-    program = printing(tmp_path)
-    done = shell(tmp_path, f"train {place}/recipe.yaml --out run", behind, program=program)
-    assert done.returncode == 0, done.stderr
-    assert read_weights(tmp_path / "run") == read_weights(place / "run")
-    assert files_with(tmp_path / "run", b"from a library") == []
-    assert not finetune_tracebacks(done.stderr)
+def test_train_with_closed_streams(
+    redirection: str, finished_run_folder: Path, tmp_path: Path, fault: Any
+) -> None:
+    program = write_printing_program(tmp_path)
+    result = run_in_shell(
+        tmp_path, f"train {finished_run_folder}/recipe.yaml --out run", redirection, program=program
+    )
+    assert result.returncode == 0, result.stderr
+    assert read_weights(tmp_path / "run") == read_weights(finished_run_folder / "run")
+    assert files_that_contain(tmp_path / "run", b"from a library") == []
+    assert not finetune_tracebacks(result.stderr)
     fault(
         "standard streams that are closed (0<&- 1>&- 2>&-): train",
-        "0, the same weights, and what libraries print is in no file of the run",
+        "0, the same weights, and no library output in a file of the run",
     )
 
 
 @pytest.mark.faults
-def test_without_streams_of_its_own_a_file_is_printed_into(
-    place: Path, tmp_path: Path, fault: Any
+def test_control_library_output_goes_to_a_file_of_the_run(
+    finished_run_folder: Path, tmp_path: Path, fault: Any
 ) -> None:
-    """The control: the files of the run take the numbers of the streams."""
-    program = printing(tmp_path, LEFT_CLOSED)
-    done = shell(tmp_path, f"train {place}/recipe.yaml --out run", CLOSED[0], program=program)
-    assert done.returncode or files_with(tmp_path / "run", b"from a library")
+    """The control: files of the run get the file descriptors of the closed streams."""
+    program = write_printing_program(tmp_path, KEEP_STREAMS_CLOSED)
+    result = run_in_shell(
+        tmp_path,
+        f"train {finished_run_folder}/recipe.yaml --out run",
+        CLOSED_STREAMS[0],
+        program=program,
+    )
+    assert result.returncode or files_that_contain(tmp_path / "run", b"from a library")
     fault(
-        "closed streams, the numbers left free",
+        "closed streams, file descriptors left free",
         "the control: the same test must fail",
-        "a library's text is in a file of the run",
+        "library output is in a file of the run",
     )
 
 
 @pytest.mark.parametrize(
-    "behind", [CLOSED[0], *(pytest.param(one, marks=_LONG) for one in CLOSED[1:])]
+    "redirection",
+    [CLOSED_STREAMS[0], *(pytest.param(one, marks=LONG_TEST) for one in CLOSED_STREAMS[1:])],
 )
 @pytest.mark.parametrize(
-    "words, written",
+    "command, output_name",
     [
         pytest.param("predict run images --out {out}/a.csv", "a.csv", id="predict"),
-        pytest.param("eval run --out {out}/e", "e/results.json", id="eval", marks=_LONG),
-        pytest.param("report run --out {out}/r.html", "r.html", id="report", marks=_LONG),
+        pytest.param("eval run --out {out}/e", "e/results.json", id="eval", marks=LONG_TEST),
+        pytest.param("report run --out {out}/r.html", "r.html", id="report", marks=LONG_TEST),
     ],
 )
-def test_verbs_with_closed_streams(
-    words: str, written: str, behind: str, place: Path, tmp_path: Path, fault: Any
+def test_commands_with_closed_streams(
+    command: str,
+    output_name: str,
+    redirection: str,
+    finished_run_folder: Path,
+    tmp_path: Path,
+    fault: Any,
 ) -> None:
-    done = shell(place, words.format(out=tmp_path), behind)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / written).stat().st_size > 1000
-    assert not finetune_tracebacks(done.stderr)
+    result = run_in_shell(finished_run_folder, command.format(out=tmp_path), redirection)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / output_name).stat().st_size > 1000
+    assert not finetune_tracebacks(result.stderr)
     fault("standard streams that are closed: predict, eval, report", "0, and the files are written")
 
 
 @pytest.mark.faults
-def test_a_list_from_a_closed_stream(place: Path, fault: Any) -> None:
-    done = shell(place, "predict run -", "0<&-")
-    assert done.returncode in (2, 3)
-    assert "internal error" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    fault("predict - with standard input closed", "an error of ours: there is no image")
+def test_predict_from_closed_standard_input(finished_run_folder: Path, fault: Any) -> None:
+    result = run_in_shell(finished_run_folder, "predict run -", "0<&-")
+    assert result.returncode in (2, 3)
+    assert "internal error" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    fault("predict - with standard input closed", "an error: there is no image")
 
 
-READ = [
+COMMANDS_WITH_OUTPUT = [
     *("predict run images --json", "recipes schema", "recipes help"),
     *(f"recipes list {REPOSITORY}/recipes", "train --help"),
     "train recipe.yaml --json --out run2 --dry-run",
@@ -176,69 +196,77 @@ READ = [
     "probe run --data embedded:digits --shots 1 --seeds 1 --json",
     *("report run", "trian"),
 ]
-QUICK = ((READ[0], "| head -1"), (READ[1], "| head -1"), (READ[1], "| true"))
+QUICK_PIPES = (
+    (COMMANDS_WITH_OUTPUT[0], "| head -1"),
+    (COMMANDS_WITH_OUTPUT[1], "| head -1"),
+    (COMMANDS_WITH_OUTPUT[1], "| true"),
+)
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=_LONG)])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=LONG_TEST)])
 @pytest.mark.parametrize(
-    "words, behind",
+    "command, redirection",
     [
-        pytest.param(words, behind, marks=[] if (words, behind) in QUICK else [_LONG])
-        for words in READ
-        for behind in ("| head -1", "| true")
+        pytest.param(
+            command, redirection, marks=[] if (command, redirection) in QUICK_PIPES else [LONG_TEST]
+        )
+        for command in COMMANDS_WITH_OUTPUT
+        for redirection in ("| head -1", "| true")
     ],
 )
-def test_a_reader_that_leaves(
-    words: str, behind: str, unbuffered: str, place: Path, fault: Any
+def test_a_pipe_reader_that_exits_early(
+    command: str, redirection: str, unbuffered: str, finished_run_folder: Path, fault: Any
 ) -> None:
-    """Most answers fit into the pipe: its reader may have left before or after they came."""
-    done = shell(place, words, behind, unbuffered=unbuffered)
-    assert done.returncode in {0, BROKEN_PIPE, 2 if words == "trian" else 0}
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
-    if words.startswith("predict") and "head" in behind:
-        assert done.returncode == BROKEN_PIPE  # 64 KiB are the most that a pipe takes
+    """Most outputs fit into the pipe: its reader may have exited before or after."""
+    result = run_in_shell(finished_run_folder, command, redirection, unbuffered=unbuffered)
+    assert result.returncode in {0, BROKEN_PIPE_EXIT_CODE, 2 if command == "trian" else 0}
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert "BrokenPipe" not in result.stderr
+    if command.startswith("predict") and "head" in redirection:
+        assert result.returncode == BROKEN_PIPE_EXIT_CODE  # a pipe holds at most 64 KiB
     fault(
-        "| head -1 and | true behind every verb that prints much",
-        "0, or 141 where the answer is cut; no traceback",
+        "| head -1 and | true after every command with long output",
+        "0, or 141 if the output is truncated; no traceback",
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=_LONG)])
-def test_an_answer_is_whole_or_refused(
-    unbuffered: str, place: Path, tmp_path: Path, fault: Any
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=LONG_TEST)])
+def test_output_is_complete_or_an_error(
+    unbuffered: str, finished_run_folder: Path, tmp_path: Path, fault: Any
 ) -> None:
-    """A limit on the size of a file is a disk that takes a part."""
-    words, part = "predict run images --json", tmp_path / "part"
+    """A limit on the file size stands for a disk that becomes full."""
+    command, output_path = "predict run images --json", tmp_path / "part"
 
     def work() -> None:
-        os.chdir(place)
+        os.chdir(finished_run_folder)
         with (tmp_path / "whole").open("w") as stream, contextlib.redirect_stdout(stream):
-            raise SystemExit(main(words.split()))
+            raise SystemExit(main(command.split()))
 
     check_child_success(run_in_child(work))
     assert (tmp_path / "whole").stat().st_size > 200_000
     limit = "ulimit -f 100; trap '' XFSZ;"  # KiB
-    ended = shell(place, words, f"> {part}", before=limit, unbuffered=unbuffered)
-    assert part.stat().st_size == 100 * 1024
-    assert ended.returncode == EXIT_CODES["setup"], ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+    result = run_in_shell(
+        finished_run_folder, command, f"> {output_path}", shell_prefix=limit, unbuffered=unbuffered
+    )
+    assert output_path.stat().st_size == 100 * 1024
+    assert result.returncode == EXIT_CODES["setup"], result.stderr
+    assert len(result.stderr.splitlines()) == 1
     fault(
-        "standard output is a file on a disk that takes a part of the answer",
+        "standard output is a file on a disk that becomes full",
         "5 in one line, also with PYTHONUNBUFFERED",
     )
 
 
-def test_a_reader_that_is_gone_from_the_start(place: Path, fault: Any) -> None:
-    """The control for the trials above: without our handling Python complains."""
-    careless = place / "careless.py"
-    careless.write_text("print('x' * 100000)")
+def test_a_pipe_without_a_reader(finished_run_folder: Path, fault: Any) -> None:
+    """The control for the trials above: without our handler Python prints an error."""
+    control_program = finished_run_folder / "careless.py"
+    control_program.write_text("print('x' * 100000)")
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run(
-            [sys.executable, careless], stdout=write, stderr=subprocess.PIPE, text=True
+        control = subprocess.run(
+            [sys.executable, control_program], stdout=write, stderr=subprocess.PIPE, text=True
         )
         ours = subprocess.run(
             [sys.executable, "-m", "finetune", "recipes", "schema"],
@@ -249,9 +277,9 @@ def test_a_reader_that_is_gone_from_the_start(place: Path, fault: Any) -> None:
         )
     finally:
         os.close(write)
-    assert "BrokenPipeError" in done.stderr
-    assert (ours.returncode, ours.stderr) == (BROKEN_PIPE, "")
+    assert "BrokenPipeError" in control.stderr
+    assert (ours.returncode, ours.stderr) == (BROKEN_PIPE_EXIT_CODE, "")
     fault(
-        "a reader that is gone before the answer",
-        "141 and nothing said; Python alone complains (the control)",
+        "a reader that exits before the output",
+        "141 without a message; Python alone prints an error (the control)",
     )

@@ -1,4 +1,4 @@
-"""The supply chain: what runs in CI and with which rights, and what SECURITY.md says of it."""
+"""The supply chain: unsafe constructs, CI permissions, dependencies, and SECURITY.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.y*ml"))
 SECURITY = REPOSITORY / "SECURITY.md"
 
-# What turns a safety off, or runs what was read. Brackets keep the list from finding itself.
+# Constructs that turn a safety check off or run loaded code. Brackets: no match in this file.
 BANNED = (
     r"weights_only[\"']?\s*[=:]\s*[F]alse",
     r"allow_pickle[\"']?\s*[=:]\s*[T]rue",
@@ -32,12 +32,12 @@ BANNED = (
     r"[_]create_unverified_context",
     r"HF_HUB_DISABLE_CERTIFICATE|CURL_CA_BUNDLE=['\"]{2}",
 )
-# In code: what carries out text. A name behind a dot is a method, such as a network's eval().
-RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
+# Functions that run text as code. A name after a dot is a method, such as model.eval().
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 
 
-def pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """The texts of a file, and whether each is Python."""
+def split_into_texts(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of a file, and whether each is Python."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         yield text, path.suffix == ".py"
@@ -48,17 +48,17 @@ def pieces(path: Path) -> Iterator[tuple[str, bool]]:
         yield "\n".join(plain), cell["cell_type"] == "code"
 
 
-def surveyed() -> list[Path]:
-    """All that is shipped or read: the package, recipes, notebooks and texts."""
-    found = list(REPOSITORY.glob("*.md"))
+def project_files() -> list[Path]:
+    """Return the files of the package, recipes, notebooks and texts."""
+    paths = list(REPOSITORY.glob("*.md"))
     for folder in ("finetune", "recipes", "notebooks", ".ci", ".github"):
-        found += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+        paths += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
     binary = {".safetensors", ".png", ".npz", ".pyc", ".jpg", ".parquet", ".gz"}
-    return [path for path in found if path.suffix not in binary and "__pycache__" not in path.parts]
+    return [path for path in paths if path.suffix not in binary and "__pycache__" not in path.parts]
 
 
-def problems(text: str, *, python: bool) -> list[str]:
-    """The ones of the above that a text holds."""
+def unsafe_constructs(text: str, *, python: bool) -> list[str]:
+    """Return the unsafe constructs in a text."""
     found = [match[0] for pattern in BANNED for match in re.finditer(pattern, text)]
     if not python:
         return found
@@ -68,12 +68,12 @@ def problems(text: str, *, python: bool) -> list[str]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-        if name in RUNS_TEXT:
+        keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if name in RUNS_CODE:
             found.append(name)
-        if name.endswith("torch.load") and words.get("weights_only") != "True":
+        if name.endswith("torch.load") and keywords.get("weights_only") != "True":
             found.append(name)
-        if name in ("np.load", "numpy.load") and words.get("allow_pickle") != "False":
+        if name in ("np.load", "numpy.load") and keywords.get("allow_pickle") != "False":
             found.append(name)
     return found
 
@@ -95,29 +95,29 @@ class TestTheLint:
             "exec(text)",
         ],
     )
-    def test_it_sees(self, line: str) -> None:
-        assert problems(line, python=True)
+    def test_unsafe_lines_are_found(self, line: str) -> None:
+        assert unsafe_constructs(line, python=True)
 
     @pytest.mark.parametrize(
         "line", ["model.eval()", "torch.load(p, weights_only=True)", "yaml.safe_load(text)"]
     )
-    def test_it_lets_through(self, line: str) -> None:
-        assert not problems(line, python=True)
+    def test_safe_lines_pass(self, line: str) -> None:
+        assert not unsafe_constructs(line, python=True)
 
-    def test_nothing_turns_a_safety_off(self, fault: Callable[..., None]) -> None:
-        """Code, recipes, notebooks, and the words of README, messages and the other texts."""
-        paths = surveyed()
+    def test_no_project_file_turns_a_safety_check_off(self, fault: Callable[..., None]) -> None:
+        """Check code, recipes, notebooks, messages, README and the other texts."""
+        paths = project_files()
         assert len(paths) > 100
         found = {
             f"{path.relative_to(REPOSITORY)}: {problem}"
             for path in paths
-            for text, python in pieces(path)
-            for problem in problems(text, python=python)
+            for text, python in split_into_texts(path)
+            for problem in unsafe_constructs(text, python=python)
         }
         assert not found
         fault(
-            "Source, recipes, notebooks and texts, read for what turns a safety off",
-            "nothing loads pickles, runs text or foreign code, or advises to",
+            "Source, recipes, notebooks and texts: constructs that turn a safety check off",
+            "nothing loads pickles, runs text or foreign code, or recommends it",
             f"{len(paths)} files",
         )
 
@@ -125,90 +125,92 @@ class TestTheLint:
 class TestTheWorkflows:
     @pytest.fixture(params=WORKFLOWS, ids=lambda path: path.name)
     def workflow(self, request: pytest.FixtureRequest) -> dict[Any, Any]:
-        found = yaml.safe_load(request.param.read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-        return found
+        content = yaml.safe_load(request.param.read_text(encoding="utf-8"))
+        assert isinstance(content, dict)
+        return content
 
-    def test_there_are_some(self) -> None:
+    def test_workflows_exist(self) -> None:
         assert WORKFLOWS
 
-    def test_actions_are_pinned_and_may_only_read(
+    def test_actions_are_pinned_and_read_only(
         self, workflow: dict[Any, Any], fault: Callable[..., None]
     ) -> None:
         assert workflow["permissions"] == {"contents": "read"}
         steps = []
-        for setup in workflow["jobs"].values():
-            assert "permissions" not in setup  # none takes more than the workflow gives
-            assert setup["timeout-minutes"] <= 60
-            steps += setup["steps"]
+        for job in workflow["jobs"].values():
+            assert "permissions" not in job  # no job gets more than the workflow
+            assert job["timeout-minutes"] <= 60
+            steps += job["steps"]
         uses = [step["uses"] for step in steps if "uses" in step]
         assert uses
         for action in uses:
             assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action), action
         fault(
-            "CI: actions and their rights",
+            "CI: actions and their permissions",
             "actions pinned by commit; the token may only read",
             f"{len(uses)} actions",
         )
 
-    def test_a_stranger_s_pull_request_gets_nothing(self, workflow: dict[Any, Any]) -> None:
-        # YAML 1.1 takes the key `on` for true
+    def test_a_pull_request_of_a_stranger_gets_no_secrets(self, workflow: dict[Any, Any]) -> None:
+        # YAML 1.1 reads the key `on` as true
         events = set(workflow[True])
         assert events <= {"push", "pull_request", "schedule", "workflow_dispatch"}
         text = json.dumps(workflow, default=str)
         assert "secrets." not in text
-        # what a stranger can write must not become a line of a shell
-        for setup in workflow["jobs"].values():
-            for step in setup["steps"]:
+        # text from a stranger must not become part of a shell command
+        for job in workflow["jobs"].values():
+            for step in job["steps"]:
                 assert "${{" not in step.get("run", ""), step
                 if step.get("uses", "").startswith("actions/checkout@"):
                     assert step["with"]["persist-credentials"] is False
 
 
-class TestTheDependencies:
-    def test_pip_check_is_part_of_the_check(self, fault: Callable[..., None]) -> None:
+class TestDependencies:
+    def test_pip_check_is_part_of_ci(self, fault: Callable[..., None]) -> None:
         script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
         assert "\npip check\n" in script
         assert script.index('pip install --quiet ".[test]"') < script.index("\npip check\n")
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False
         )
-        ours = [line for line in done.stdout.splitlines() if line.startswith("finetune-vision ")]
-        assert not ours
-        fault("`pip check`", "what is installed fits together; .ci/run runs it", "")
+        conflicts = [
+            line for line in result.stdout.splitlines() if line.startswith("finetune-vision ")
+        ]
+        assert not conflicts
+        fault("`pip check`", "installed versions are compatible; .ci/run runs it", "")
 
-    def test_nothing_is_taken_from_elsewhere_than_the_index(self) -> None:
-        """No address, no other index, no switch that leaves out a check."""
+    def test_packages_come_only_from_the_index(self) -> None:
+        """No URL, no other index, no option that skips a check."""
         for name in ("setup.cfg", "pyproject.toml", ".ci/run"):
             text = (REPOSITORY / name).read_text(encoding="utf-8")
             for pattern in ("git\\+", "@ https?:", "index-url", "trusted-host", "curl|wget"):
                 assert not re.search(pattern, text), (name, pattern)
 
     @pytest.mark.parametrize(
-        "package, least, why",
+        "package, minimum, reason",
         [
-            ("torch", (2, 6), "its restricted reader ran code before"),
-            ("datasets", (4, 0), "it ran loading scripts before"),
-            ("pyarrow", (14, 0, 1), "it loaded pickles out of parquet files before"),
-            ("pillow", (12,), "older ones have known holes in their decoders"),
+            ("torch", (2, 6), "older restricted readers ran code"),
+            ("datasets", (4, 0), "older versions ran loading scripts"),
+            ("pyarrow", (14, 0, 1), "older versions loaded pickles from parquet files"),
+            ("pillow", (12,), "older versions have known vulnerabilities in decoders"),
         ],
     )
-    def test_versions_with_known_holes_are_not_here(
-        self, package: str, least: tuple[int, ...], why: str
+    def test_installed_versions_have_no_known_vulnerability(
+        self, package: str, minimum: tuple[int, ...], reason: str
     ) -> None:
         numbers = re.findall(r"\d+", importlib.metadata.version(package).partition("+")[0])
-        assert tuple(map(int, numbers))[: len(least)] >= least, why
+        assert tuple(map(int, numbers))[: len(minimum)] >= minimum, reason
 
-    def test_floors_are_above_versions_that_run_code(self) -> None:
+    def test_version_floors_exclude_versions_that_run_code(self) -> None:
         text = (REPOSITORY / "setup.cfg").read_text(encoding="utf-8")
-        for package, least in (("torch", (2, 6)), ("datasets", (4, 0)), ("PyYAML", (5, 4))):
+        for package, minimum in (("torch", (2, 6)), ("datasets", (4, 0)), ("PyYAML", (5, 4))):
             floor = re.search(rf"^    {package}>=([\d.]+)$", text, re.M)
             assert floor is not None, package
-            assert tuple(map(int, floor[1].split("."))) >= least, package
+            assert tuple(map(int, floor[1].split("."))) >= minimum, package
 
 
-class TestSecurityText:
-    def test_it_says_how_to_report_what_is_promised_and_what_is_not(self) -> None:
+class TestSecurityPolicy:
+    def test_it_has_all_sections(self) -> None:
         text = SECURITY.read_text(encoding="utf-8")
         assert re.findall(r"^## (.*)$", text, re.M) == [
             "Reporting",
@@ -218,27 +220,25 @@ class TestSecurityText:
         ]
         assert "Report a vulnerability" in text
 
-    def test_every_promise_names_a_test_that_is_there(self, fault: Callable[..., None]) -> None:
+    def test_every_promise_names_an_existing_test(self, fault: Callable[..., None]) -> None:
         text = SECURITY.read_text(encoding="utf-8")
-        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
-        assert len(named) >= 6
-        for path, test in named:
+        references = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+        assert len(references) >= 6
+        for path, test in references:
             source = (REPOSITORY / path).read_text(encoding="utf-8")
             assert not test or re.search(rf"\b{test}\b", source), (path, test)
-        fault(
-            "SECURITY.md", "each promise names its tests, and they are there", f"{len(named)} tests"
-        )
+        fault("SECURITY.md", "each promise names existing tests", f"{len(references)} tests")
 
-    def test_its_limits_are_the_code_s(self) -> None:
+    def test_its_limits_match_the_code(self) -> None:
         from finetune.data import decode
-        from finetune.recipe import strict_yaml as recipe_yaml
+        from finetune.recipe import strict_yaml
 
         text = SECURITY.read_text(encoding="utf-8")
         assert f"{decode.MAX_PIXELS:,} pixels" in text
-        assert f"{recipe_yaml.MAX_BYTES:,} bytes" in text
+        assert f"{strict_yaml.MAX_BYTES:,} bytes" in text
 
-    def test_what_it_says_of_the_audit_is_so(self) -> None:
-        """Said: there is no audit, since a database cannot be had offline."""
+    def test_its_statement_about_the_audit_is_true(self) -> None:
+        """SECURITY.md states that no audit runs, since its database is not available offline."""
         text = SECURITY.read_text(encoding="utf-8")
         script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
         assert "pip-audit" in script

@@ -1,4 +1,4 @@
-"""Processes that decode images are killed, crash or hang: the run ends and says which and where."""
+"""Data workers are killed, crash or hang: the run ends and names the worker and the image."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from finetune.data import worker_pool
 from finetune.data.source import Split
 
 FAULT = "a data worker is killed, crashes or hangs"
-PROMISE = "the run ends with 5 (3 where an image crashes the decoder) and names worker and image"
-TEXT = tiny_recipe_text(
+PROMISE = "the run ends with 5 (3 if an image crashes the decoder) and names worker and image"
+RECIPE = tiny_recipe_text(
     "train: resize, eval: resize, batch_size: 6, keep: none, workers: 2",
     source="folder:FOLDER",
     optim="name: adamw, lr: 1e-3, steps: 100000, warmup_steps: 0",
@@ -37,16 +37,16 @@ TEXT = tiny_recipe_text(
 )
 
 
-def children_of(parent: int) -> list[int]:
+def child_process_ids(parent: int) -> list[int]:
     return [pid for pid in running_process_ids() if parent_process_id(pid) == parent]
 
 
-def ended(
+def train_in_fork(
     folder: Path, out: Path, prepare: Callable[[], None], *overrides: str
 ) -> tuple[int, str, list[int]]:
-    """Train in a fork of this process. Returns: its exit code, what it said, who is left."""
+    """Train in a forked process. Returns: exit code, output, remaining processes."""
     recipe = out.parent / "recipe.yaml"
-    recipe.write_text(TEXT.replace("FOLDER", str(folder)))
+    recipe.write_text(RECIPE.replace("FOLDER", str(folder)))
     log = out.parent / "log"
     child = os.fork()
     if child == 0:
@@ -62,25 +62,25 @@ def ended(
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
-    left = [pid for pid in children_of(1) if str(out) in process_command(pid)]
-    return os.waitstatus_to_exitcode(status), log.read_text(), left + children_of(child)
+    remaining = [pid for pid in child_process_ids(1) if str(out) in process_command(pid)]
+    return os.waitstatus_to_exitcode(status), log.read_text(), remaining + child_process_ids(child)
 
 
-def at_image(name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something in the worker that reads an image, once training has begun."""
+def patch_decode(name: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `action` in the worker that decodes this image, once training has started."""
     parent = os.getpid()
-    read = Split.decode
+    original_decode = Split.decode
 
-    def reads(self: Split, index: int, room: Any = None) -> Any:
-        # the check before the first step reads it in the trainer itself
+    def decode(self: Split, index: int, buffer: Any = None) -> Any:
+        # the check before the first step decodes it in the main process
         if os.getpid() != parent and self.name_of(index).endswith(name):
             action()
-        return read(self, index, room)
+        return original_decode(self, index, buffer)
 
-    monkeypatch.setattr(Split, "decode", reads)
+    monkeypatch.setattr(Split, "decode", decode)
 
 
-CASES = {
+WORKER_FAULTS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 5, "was killed by SIGKILL while it"),
     "crash": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 3, "red-1.png: crashes the decoder"),
     "exit": (lambda: os._exit(7), 5, "ended with exit code 7 while it"),
@@ -89,29 +89,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_a_worker_that_fails_ends_the_run(
+@pytest.mark.parametrize("case", list(WORKER_FAULTS))
+def test_a_failing_worker_ends_the_run(
     case: str,
     image_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: Any,
 ) -> None:
-    action, expected, message = CASES[case]
+    action, expected, message = WORKER_FAULTS[case]
     started = time.monotonic()
-    overrides = ["run.timeout_seconds=3"] * ("no batch" in message)  # half of it for a batch
+    overrides = ["run.timeout_seconds=3"] * ("no batch" in message)  # a batch may take half of it
 
     def prepare() -> None:
         monkeypatch.setattr(worker_pool, "POLL_SECONDS", 0.25)
-        at_image("red-1.png", action, monkeypatch)
+        patch_decode("red-1.png", action, monkeypatch)
 
-    code, text, left = ended(image_folder, tmp_path / "run", prepare, *overrides)
+    code, text, remaining = train_in_fork(image_folder, tmp_path / "run", prepare, *overrides)
     assert code == expected, text
     assert text.count(message) == 1, text
     assert "red-1.png" in text
     assert "data worker" in text
     assert "Traceback" not in text
-    assert not left
+    assert not remaining
     assert time.monotonic() - started < 120
     fault(FAULT, PROMISE)
 
@@ -119,26 +119,26 @@ def test_a_worker_that_fails_ends_the_run(
 def test_workers_do_not_outlive_their_rank(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    marks = tmp_path / "marks"
-    marks.mkdir()
+    marker_folder = tmp_path / "marks"
+    marker_folder.mkdir()
 
     def hang() -> None:
-        (marks / str(os.getpid())).touch()
-        os.kill(os.getppid(), signal.SIGKILL)  # the rank goes while its worker hangs
+        (marker_folder / str(os.getpid())).touch()
+        os.kill(os.getppid(), signal.SIGKILL)  # the rank dies while its worker hangs
         time.sleep(600)
 
-    code, text, _ = ended(
+    code, text, _ = train_in_fork(
         image_folder,
         tmp_path / "run",
-        lambda: at_image("red-1.png", hang, monkeypatch),
+        lambda: patch_decode("red-1.png", hang, monkeypatch),
     )
     assert code == -signal.SIGKILL, text
-    workers = [int(mark.name) for mark in marks.iterdir()]
+    workers = [int(marker.name) for marker in marker_folder.iterdir()]
     assert workers
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     try:
-        while left := set(workers) & set(running_process_ids()):
-            assert time.monotonic() < until, f"outlived their rank: {left}"
+        while remaining := set(workers) & set(running_process_ids()):
+            assert time.monotonic() < deadline, f"outlived their rank: {remaining}"
             time.sleep(0.05)
     finally:
         for worker in workers:
@@ -148,16 +148,18 @@ def test_workers_do_not_outlive_their_rank(
 
 
 @pytest.mark.faults
-def test_a_worker_of_another_rank_is_killed(image_folder: Path, tmp_path: Path, fault: Any) -> None:
-    recipe = TEXT.replace("FOLDER", str(image_folder))
+def test_a_killed_worker_of_one_rank_ends_all_ranks(
+    image_folder: Path, tmp_path: Path, fault: Any
+) -> None:
+    recipe = RECIPE.replace("FOLDER", str(image_folder))
     with launch_training(tmp_path, recipe=recipe) as launch:
         launch.wait_for_steps()
         ranks = launch.rank_process_ids()
-        worker = children_of(ranks[1])[0]
+        worker = child_process_ids(ranks[1])[0]
         os.kill(worker, signal.SIGKILL)
         launch.wait_for_end()
         assert launch.text.count("was killed by SIGKILL") == 1, launch.text
         assert f"(process {worker})" in launch.text
         assert launch.read_record()["status"] == "failed (5)"
         assert not finetune_tracebacks(launch.text)
-    fault("a data worker of one rank of two is killed", "all ranks end, and it is said once")
+    fault("a data worker of one rank of two is killed", "all ranks end; it is reported once")

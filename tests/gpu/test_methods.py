@@ -1,5 +1,5 @@
-"""Methods of training on the GPU against the CPU: several labels, rare classes, stages, adapters,
-teachers."""
+"""Training methods on the GPU match the CPU: multilabel, rare classes, stages, adapters,
+distillation."""
 
 from __future__ import annotations
 
@@ -7,63 +7,71 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_runs import PAIRS, RARE, apart, strict_float32, trained
+from gpu_runs import (
+    MULTILABEL_OVERRIDES,
+    RARE_CLASS_OVERRIDES,
+    disable_tf32,
+    max_relative_difference,
+    train_here,
+)
 
-TESTED = ("run.test=true", "data.num_test=120")
+TEST_SPLIT = ("run.test=true", "data.num_test=120")
 METHODS: dict[str, tuple[str, ...]] = {
-    "several labels": (*PAIRS, "data.train=resize | mixup(0.8)"),
-    "several labels, asymmetric loss": (*PAIRS, "optim.asymmetric_loss={}"),
-    "rare classes": RARE,
+    "multilabel": (*MULTILABEL_OVERRIDES, "data.train=resize | mixup(0.8)"),
+    "multilabel, asymmetric loss": (*MULTILABEL_OVERRIDES, "optim.asymmetric_loss={}"),
+    "rare classes": RARE_CLASS_OVERRIDES,
     "the head first": ("optim.stages=[{freeze: backbone, steps: 4, lr: 1e-2}]",),
     "LoRA": ("model.adapter={rank: 4, dropout: 0}",),
     "DoRA": ("model.adapter={kind: dora, rank: 4, targets: [attention, mlp]}",),
 }
 
 
-@pytest.mark.parametrize("kind", METHODS)
-def test_methods_are_those_of_the_cpu(kind: str, tmp_path: Path, figure: Any) -> None:
-    if "RA" in kind:
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_match_the_cpu(method: str, tmp_path: Path, figure: Any) -> None:
+    if "RA" in method:
         pytest.importorskip("peft")
-    strict_float32()
-    expected = trained(tmp_path / "cpu", *TESTED, *METHODS[kind], on="cpu")
-    found = trained(tmp_path / "run", *TESTED, *METHODS[kind])
-    difference = apart(found["losses"], expected["losses"])
-    lead = "map" if "map" in found["test"] else "top1"
-    lists = [[one["index"] for one in run["test"]["mistakes"]] for run in (found, expected)]
-    alike = len(set(lists[0]) & set(lists[1]))
+    disable_tf32()
+    expected = train_here(tmp_path / "cpu", *TEST_SPLIT, *METHODS[method], device_type="cpu")
+    result = train_here(tmp_path / "run", *TEST_SPLIT, *METHODS[method])
+    difference = max_relative_difference(result["losses"], expected["losses"])
+    metric = "map" if "map" in result["test"] else "top1"
+    top_losses = [[row["index"] for row in run["test"]["mistakes"]] for run in (result, expected)]
+    num_common = len(set(top_losses[0]) & set(top_losses[1]))
     figure(
-        "methods: losses in float32 against the CPU's, 16 steps, and what is measured then",
-        "losses within 1e-4; test figures within 0.01; at most two of the worst mistakes others",
-        f"{kind}: {difference:.1e}; {lead} {found['test'][lead]:.4f} and "
-        f"{expected['test'][lead]:.4f}; {alike} of {len(lists[1])} mistakes",
+        "methods: losses of 16 steps in float32, and test results, against the CPU",
+        "losses within 1e-4; test metrics within 0.01; at most two different top losses",
+        f"{method}: {difference:.1e}; {metric} {result['test'][metric]:.4f} and "
+        f"{expected['test'][metric]:.4f}; {num_common} of {len(top_losses[1])} top losses",
     )
     assert difference < 1e-4
-    assert found["test"][lead] == pytest.approx(expected["test"][lead], abs=0.01)
-    assert lists[1]
-    assert alike >= len(lists[1]) - 2
-    if lead == "top1":
-        assert found["temperature"] == pytest.approx(expected["temperature"], rel=1e-2)
+    assert result["test"][metric] == pytest.approx(expected["test"][metric], abs=0.01)
+    assert top_losses[1]
+    assert num_common >= len(top_losses[1]) - 2
+    if metric == "top1":
+        assert result["temperature"] == pytest.approx(expected["temperature"], rel=1e-2)
 
 
 TEACHERS: dict[str, tuple[str, ...]] = {
-    "beside the step": (),
-    "kept answers": ("data.train=resize",),
+    "computed in each step": (),
+    "cached outputs": ("data.train=resize",),
     "features": ("distill.kind=features",),
     "another size": ("model.image_size=48",),
 }
 
 
-@pytest.mark.parametrize("kind", TEACHERS)
-def test_a_teacher_says_the_same(kind: str, teacher: Path, tmp_path: Path, figure: Any) -> None:
-    strict_float32()
-    overrides = (f"distill.teacher={teacher}", "optim.ema_decay=0.9", *TEACHERS[kind])
-    expected = trained(tmp_path / "cpu", *overrides, on="cpu")
-    found = trained(tmp_path / "run", *overrides)
-    difference = apart(found["losses"], expected["losses"])
+@pytest.mark.parametrize("case", TEACHERS)
+def test_distillation_matches_the_cpu(
+    case: str, teacher: Path, tmp_path: Path, figure: Any
+) -> None:
+    disable_tf32()
+    overrides = (f"distill.teacher={teacher}", "optim.ema_decay=0.9", *TEACHERS[case])
+    expected = train_here(tmp_path / "cpu", *overrides, device_type="cpu")
+    result = train_here(tmp_path / "run", *overrides)
+    difference = max_relative_difference(result["losses"], expected["losses"])
     figure(
-        "a teacher in the loss: losses in float32 against the CPU's, 16 steps",
+        "distillation: losses of 16 steps in float32 against the CPU",
         "relative difference below 1e-4",
-        f"{kind}: {difference:.1e}",
+        f"{case}: {difference:.1e}",
     )
     assert expected["losses"][-1] < expected["losses"][0]
     assert difference < 1e-4

@@ -1,4 +1,4 @@
-"""A run of the GPU is published, exported, evaluated and read where there is none; every verb."""
+"""A run of the GPU is exported, evaluated and used on the CPU; every command on the GPU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_runs import DEVICE, NANO, command_line, needs_gpu, one_device, trained
+from gpu_runs import DEVICE, NANO_RECIPE, needs_gpu, run_command, train_here, use_device
 
-HALF = ("optim.steps=40", "run.precision=bf16", "run.test=true")
+BF16_OVERRIDES = ("optim.steps=40", "run.precision=bf16", "run.test=true")
 
 
 @pytest.fixture(scope="module")
-def run(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of this device in bf16."""
+def gpu_run(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 run on the test device."""
     out = tmp_path_factory.mktemp("published") / "run"
-    trained(out, *HALF)
+    train_here(out, *BF16_OVERRIDES)
     return out
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[Path]:
-    """Digits as PNG files, and one JPEG photo."""
+def image_paths(tmp_path: Path) -> list[Path]:
+    """Digits as PNG files."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -36,117 +36,126 @@ def pictures(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("format", ["onnx", "torch"])
-def test_exported_from_a_gpu_s_run(format: str, run: Path, tmp_path: Path, figure: Any) -> None:
+@pytest.mark.parametrize("export_format", ["onnx", "torch"])
+def test_an_exported_run_matches_on_the_cpu(
+    export_format: str, gpu_run: Path, tmp_path: Path, figure: Any
+) -> None:
     from finetune.commands.export import export_model
 
-    found = export_model(str(run), format=format, out=str(tmp_path))
+    exported = export_model(str(gpu_run), format=export_format, out=str(tmp_path))
     figure(
         "a run of the GPU, exported and computed on the CPU",
-        "logits within 1e-3 of the model's own",
-        f"{format}: {found['max_difference']:.1e}, {found['bytes'] / 1e6:.1f} MB",
+        "logits within 1e-3 of the PyTorch model",
+        f"{export_format}: {exported['max_difference']:.1e}, {exported['bytes'] / 1e6:.1f} MB",
     )
-    assert found["max_difference"] < 1e-3
-    assert Path(found["file"]).is_file()
+    assert exported["max_difference"] < 1e-3
+    assert Path(exported["file"]).is_file()
 
 
-def test_logits_of_the_published_model_here_and_there(run: Path, figure: Any) -> None:
+def test_logits_of_the_final_model_on_gpu_and_cpu(gpu_run: Path, figure: Any) -> None:
     from finetune.inference import Classifier
 
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.backends.cudnn.allow_tf32 = False
-    on_cpu = Classifier.load(run, device="cpu")
-    here = Classifier.load(run, device=DEVICE)
+    on_cpu = Classifier.load(gpu_run, device="cpu")
+    on_gpu = Classifier.load(gpu_run, device=DEVICE)
     expected = on_cpu.logits(images)
-    found = {}
-    for precision in (here.precision, "fp32"):
-        here.precision = precision
-        found[precision] = float((here.logits(images).cpu() - expected).abs().max())
-    scale = float(expected.std())
+    differences = {}
+    for precision in (on_gpu.precision, "fp32"):
+        on_gpu.precision = precision
+        differences[precision] = float((on_gpu.logits(images).cpu() - expected).abs().max())
+    spread = float(expected.std())
     figure(
-        "logits of the published model on the GPU against the CPU",
-        "float32 within 1e-3; in the GPU's own precision within a tenth of their spread",
-        f"{', '.join(f'{name} {value:.1e}' for name, value in found.items())} (spread {scale:.2f})",
+        "logits of the final model on the GPU against the CPU",
+        "float32 within 1e-3; in the default precision of the GPU within a tenth of their spread",
+        f"{', '.join(f'{name} {value:.1e}' for name, value in differences.items())} "
+        f"(spread {spread:.2f})",
     )
-    assert found["fp32"] < 1e-3
-    assert max(found.values()) < 0.1 * scale
+    assert differences["fp32"] < 1e-3
+    assert max(differences.values()) < 0.1 * spread
 
 
-def test_evaluated_on_the_cpu(run: Path, figure: Any) -> None:
+def test_eval_on_gpu_and_cpu(gpu_run: Path, figure: Any) -> None:
     from finetune.commands.evaluate import evaluate_model
 
-    recorded = json.loads((run / "results.json").read_text())["test"]
-    with one_device("cpu"):
-        on_cpu = evaluate_model(str(run))
-    with one_device(DEVICE.type):
-        here = evaluate_model(str(run))
+    recorded = json.loads((gpu_run / "results.json").read_text())["test"]
+    with use_device("cpu"):
+        on_cpu = evaluate_model(str(gpu_run))
+    with use_device(DEVICE.type):
+        on_gpu = evaluate_model(str(gpu_run))
     figure(
         "the test split of a run of the GPU in bf16, evaluated again",
-        "on the GPU to the same accuracy as at its end; on the CPU within one image in 100",
-        f"at its end {recorded['top1']:.4f}, GPU {here['top1']:.4f}, CPU {on_cpu['top1']:.4f}; "
-        f"loss {recorded['loss']:.4f}, {here['loss']:.4f}, {on_cpu['loss']:.4f}; images/s "
-        f"{here['images_per_second']:.0f} and {on_cpu['images_per_second']:.0f}",
+        "the same accuracy on the GPU as at the end of the run; within one image in 100 on the CPU",
+        f"at the end {recorded['top1']:.4f}, GPU {on_gpu['top1']:.4f}, CPU {on_cpu['top1']:.4f}; "
+        f"loss {recorded['loss']:.4f}, {on_gpu['loss']:.4f}, {on_cpu['loss']:.4f}; images/s "
+        f"{on_gpu['images_per_second']:.0f} and {on_cpu['images_per_second']:.0f}",
     )
-    assert abs(here["top1"] - recorded["top1"]) <= 0.003
+    assert abs(on_gpu["top1"] - recorded["top1"]) <= 0.003
     assert abs(on_cpu["top1"] - recorded["top1"]) <= 0.01
 
 
 @pytest.mark.parametrize("kind", ["noise", "jpeg"])
-def test_corrupted_images_here_and_there(kind: str, run: Path, figure: Any) -> None:
-    """Noise is drawn on the host, and JPEG made there: the pixels are the same."""
+def test_corrupted_images_on_gpu_and_cpu(kind: str, gpu_run: Path, figure: Any) -> None:
+    """Noise and JPEG are computed on the host, so the pixels are equal."""
     from finetune.commands.evaluate import evaluate_model
 
-    found = {}
-    for on in ("cpu", DEVICE.type):
-        with one_device(on):
-            (found[on],) = evaluate_model(str(run), corrupt=f"{kind}:3")["corrupted"]["rows"]
-    here, on_cpu = found[DEVICE.type], found["cpu"]
+    results = {}
+    for device_type in ("cpu", DEVICE.type):
+        with use_device(device_type):
+            (results[device_type],) = evaluate_model(str(gpu_run), corrupt=f"{kind}:3")[
+                "corrupted"
+            ]["rows"]
+    on_gpu, on_cpu = results[DEVICE.type], results["cpu"]
     figure(
         "corrupted images of the test split, evaluated on the GPU and the CPU",
         "accuracies within one image in 100",
-        f"{kind}: {here['top1']:.4f} and {on_cpu['top1']:.4f}; loss {here['loss']:.4f} and "
+        f"{kind}: {on_gpu['top1']:.4f} and {on_cpu['top1']:.4f}; loss {on_gpu['loss']:.4f} and "
         f"{on_cpu['loss']:.4f}",
     )
-    assert abs(here["top1"] - on_cpu["top1"]) <= 0.01
-    assert here["loss"] == pytest.approx(on_cpu["loss"], rel=0.02)
+    assert abs(on_gpu["top1"] - on_cpu["top1"]) <= 0.01
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], rel=0.02)
 
 
-def test_averaged_here_and_there(run: Path, tmp_path: Path, figure: Any) -> None:
-    """Weights are averaged in float64 on the host, whichever device measures them."""
+def test_average_on_gpu_and_cpu(gpu_run: Path, tmp_path: Path, figure: Any) -> None:
+    """Weights are averaged in float64 on the host, for both devices."""
     from finetune.commands.average import average_runs
 
     folders = {tmp_path / "average_of_cpu": "cpu", tmp_path / "average": DEVICE.type}
     top1 = []
-    for folder, on in folders.items():
-        with one_device(on):
-            top1.append(average_runs([str(run)], out=str(folder), alphas=[0.5])["val"]["top1"])
-    on_cpu, here = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    for folder, device_type in folders.items():
+        with use_device(device_type):
+            top1.append(average_runs([str(gpu_run)], out=str(folder), alphas=[0.5])["val"]["top1"])
+    on_cpu, on_gpu = [(folder / "model.safetensors").read_bytes() for folder in folders]
     figure(
         "a run averaged with its pretrained weights on the GPU and the CPU",
-        "the same weights to the bit, validation accuracies within one image in 100",
-        f"{'equal' if here == on_cpu else 'not equal'}; {top1[1]:.4f} and {top1[0]:.4f}",
+        "bit-identical weights, validation accuracies within one image in 100",
+        f"{'equal' if on_gpu == on_cpu else 'not equal'}; {top1[1]:.4f} and {top1[0]:.4f}",
     )
-    assert here == on_cpu
+    assert on_gpu == on_cpu
     assert abs(top1[0] - top1[1]) <= 0.01
 
 
-def test_predictions_here_and_there(run: Path, pictures: list[Path], figure: Any) -> None:
+def test_predictions_on_gpu_and_cpu(gpu_run: Path, image_paths: list[Path], figure: Any) -> None:
     from finetune.inference import Classifier
 
-    here, on_cpu = (Classifier.load(run, device=on).predict(pictures) for on in (DEVICE, "cpu"))
-    first = [[row["predictions"][0] for row in rows] for rows in (here, on_cpu)]
-    same = sum(a["label"] == b["label"] for a, b in zip(*first, strict=True))
-    largest = max(abs(a["confidence"] - b["confidence"]) for a, b in zip(*first, strict=True))
+    on_gpu, on_cpu = (
+        Classifier.load(gpu_run, device=device).predict(image_paths) for device in (DEVICE, "cpu")
+    )
+    top_predictions = [[row["predictions"][0] for row in rows] for rows in (on_gpu, on_cpu)]
+    num_equal = sum(a["label"] == b["label"] for a, b in zip(*top_predictions, strict=True))
+    largest = max(
+        abs(a["confidence"] - b["confidence"]) for a, b in zip(*top_predictions, strict=True)
+    )
     figure(
         "predictions of 40 files on the GPU and the CPU",
-        "at least 38 the same, confidences within 0.05",
-        f"{same} the same, confidences {largest:.1e} apart",
+        "at least 38 equal, confidences within 0.05",
+        f"{num_equal} equal, confidences {largest:.1e} apart",
     )
-    assert same >= 38
+    assert num_equal >= 38
     assert largest < 0.05
 
 
-VERBS: dict[str, tuple[str, ...]] = {
+COMMANDS: dict[str, tuple[str, ...]] = {
     "info": ("info", "RUN"),
     "eval": ("eval", "RUN"),
     "eval, fitting a temperature": ("eval", "RUN", "--fit-temperature"),
@@ -169,11 +178,11 @@ VERBS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_verbs(
-    verb: str,
-    run: Path,
-    pictures: list[Path],
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_on_the_gpu(
+    command: str,
+    gpu_run: Path,
+    image_paths: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -181,60 +190,64 @@ def test_verbs(
 ) -> None:
     import shutil
 
-    copied = tmp_path / "run"
-    shutil.copytree(run, copied, ignore=shutil.ignore_patterns(".lock"))
+    run_copy = tmp_path / "run"
+    shutil.copytree(gpu_run, run_copy, ignore=shutil.ignore_patterns(".lock"))
     monkeypatch.chdir(tmp_path)
-    for number, path in enumerate(pictures):
-        place = tmp_path / "photos" / str(number % 10) / path.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
-    words: list[str] = []
-    for word in VERBS[verb]:
-        if word == "FILES":
-            words += [str(path) for path in pictures[:4]]
+    for number, path in enumerate(image_paths):
+        target = tmp_path / "photos" / str(number % 10) / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    arguments: list[str] = []
+    for argument in COMMANDS[command]:
+        if argument == "FILES":
+            arguments += [str(path) for path in image_paths[:4]]
         else:
-            word = word.replace("RUN", str(copied)).replace("PHOTOS", str(tmp_path / "photos"))
-            words.append(word.replace("OUT", str(tmp_path)))
-    code = command_line(*words)
-    said = capfd.readouterr()
-    lines = [line for line in said.err.splitlines() if line.strip()]
+            argument = argument.replace("RUN", str(run_copy)).replace(
+                "PHOTOS", str(tmp_path / "photos")
+            )
+            arguments.append(argument.replace("OUT", str(tmp_path)))
+    code = run_command(*arguments)
+    output = capfd.readouterr()
+    lines = [line for line in output.err.splitlines() if line.strip()]
     figure(
-        "verbs that compute on the GPU",
+        "commands that use the GPU",
         "exit code 0",
-        verb if code == 0 else f"{verb}: {code}, {lines[-1][:200] if lines else 'no word'}",
+        command
+        if code == 0
+        else f"{command}: {code}, {lines[-1][:200] if lines else 'no message'}",
     )
-    assert code == 0, said.err[-3000:]
+    assert code == 0, output.err[-3000:]
 
 
 @needs_gpu
-def test_resumed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
-    """A run that a GPU began and a CPU ends."""
+def test_resume_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
+    """A run that starts on the GPU and ends on the CPU."""
     from forked_runs import read_train_losses
-    from gpu_runs import apart, recipe_of, strict_float32
+    from gpu_runs import disable_tf32, make_recipe, max_relative_difference
 
     from finetune.errors import Interrupted
     from finetune.training.train import train
     from finetune.training.trainer_state import TrainerState
 
-    strict_float32()
-    more = ("run.save_every=8", "data.val_fraction=0")
-    whole = trained(tmp_path / "whole", *more, text=NANO)
+    disable_tf32()
+    overrides = ("run.save_every=8", "data.val_fraction=0")
+    uninterrupted = train_here(tmp_path / "whole", *overrides, text=NANO_RECIPE)
     out, save = tmp_path / "moved", TrainerState.save_checkpoint
     with monkeypatch.context() as patch:
 
-        def stopped(trainer: TrainerState, meter: Any) -> None:
+        def save_and_stop(trainer: TrainerState, meter: Any) -> None:
             save(trainer, meter)
             raise Interrupted("stopped", 15)
 
-        patch.setattr(TrainerState, "save_checkpoint", stopped)
+        patch.setattr(TrainerState, "save_checkpoint", save_and_stop)
         with pytest.raises(Interrupted):
-            train(recipe_of(NANO, *more), out)
-    with one_device("cpu"):
-        train(recipe_of(NANO, *more), out, resume=True)
-    difference = apart(read_train_losses(out), whole["losses"])
+            train(make_recipe(NANO_RECIPE, *overrides), out)
+    with use_device("cpu"):
+        train(make_recipe(NANO_RECIPE, *overrides), out, resume=True)
+    difference = max_relative_difference(read_train_losses(out), uninterrupted["losses"])
     figure(
-        "begun on the GPU, resumed on the CPU, float32",
-        "losses within 1e-4 of those of the GPU alone",
+        "started on the GPU, resumed on the CPU, float32",
+        "losses within 1e-4 of a run on the GPU only",
         f"{difference:.1e}",
     )
     assert difference < 1e-4

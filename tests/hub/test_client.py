@@ -129,10 +129,10 @@ class TestMonitorRequests:
         assert isinstance(results[1], TransientHubError)
 
     def test_ignores_other_servers(self, hub: HubServer) -> None:
-        with HubServer() as other:
-            other.fail(".", times=None)
+        with HubServer() as other_hub:
+            other_hub.fail(".", times=None)
             with monitor_requests() as monitor:
-                assert get_session().get(f"{other.url}/statistics").status_code == 503
+                assert get_session().get(f"{other_hub.url}/statistics").status_code == 503
             assert monitor.last_error is None
 
     def test_installs_its_client_through_the_client_factory(self, hub: HubServer) -> None:

@@ -263,10 +263,8 @@ class TestTransientFaults:
     def test_fails_if_the_connection_is_always_lost(
         self, hub: HubServer, monkeypatch: Patch
     ) -> None:
-        fake_time = {
-            **vars(time),
-            "sleep": lambda seconds: None,
-        }  # it would sleep a second each time
+        # it would sleep a second each time
+        fake_time = {**vars(time), "sleep": lambda seconds: None}
         monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(**fake_time))
         hub.fail(WEIGHTS_REQUEST, kind="truncate", times=None)
         assert "the connection is dropped repeatedly" in hub_error_message(f"hf-hub:{REPO}")
@@ -376,7 +374,9 @@ class TestErrors:
         )
         hub.add_user("other", token="hf_otherOther1234")
         monkeypatch.setenv("HF_TOKEN", "hf_otherOther1234")
-        assert "check the permissions of your token" in weights_error_message("hf-hub:someone/secret")
+        assert "check the permissions of your token" in weights_error_message(
+            "hf-hub:someone/secret"
+        )
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert resolve_weights("hf-hub:someone/secret").state is not None
 

@@ -130,9 +130,9 @@ def test_gradients_reach_the_adapter_with_gradient_checkpointing() -> None:
 
 
 def test_loads_base_weights_under_an_adapter() -> None:
-    model, other = build_with_adapter("vit").model, build_with_adapter("vit").model
-    perturb_trainable(other)
-    state = {key: value + 1 for key, value in merge_adapter(copy.deepcopy(other)).items()}
+    model, trained_model = build_with_adapter("vit").model, build_with_adapter("vit").model
+    perturb_trainable(trained_model)
+    state = {key: value + 1 for key, value in merge_adapter(copy.deepcopy(trained_model)).items()}
     load_base_state_dict(model, state)
     loaded = base_state_dict(model, model.state_dict())
     assert loaded.keys() == state.keys()

@@ -167,9 +167,8 @@ def test_fused_and_unfused_attention_give_the_same_maps(name: str) -> None:
         maps_by_path.append(attention_maps(model, batch))
     assert len(maps_by_path[0]) == len(maps_by_path[1]) == 2
     for fused_map, unfused_map in zip(*maps_by_path, strict=True):
-        torch.testing.assert_close(
-            fused_map, unfused_map, atol=1e-5, rtol=0
-        )  # sums in another order
+        # sums in another order
+        torch.testing.assert_close(fused_map, unfused_map, atol=1e-5, rtol=0)
         torch.testing.assert_close(
             fused_map.sum(-1), torch.ones(fused_map.shape[:-1]), atol=1e-5, rtol=0
         )
@@ -249,9 +248,8 @@ def test_attention_weights_equal_fused_attention(scale: float | None) -> None:
 def test_patch_filters_are_the_principal_components() -> None:
     model = make_network(img_size=WIDE_SIZE)
     first, second = torch.randn(2, 3, 8, 8)
-    second -= (
-        first * (first * second).sum() / first.square().sum()
-    )  # make it orthogonal to the first
+    # make it orthogonal to the first
+    second -= first * (first * second).sum() / first.square().sum()
     weights = torch.randn(32, 1, 1, 1) * 5 * first / first.norm()
     weights += torch.randn(32, 1, 1, 1) * second / second.norm() + 3.0  # the mean must be ignored
     model.patch_embed.proj.weight.data.copy_(weights)

@@ -51,10 +51,8 @@ class TestRegularization:
         }
 
     def test_dropout_survives_loading(self, tmp_path: Path) -> None:
-        for key, size, args in (
-            ("vit", 48, {}),
-            ("swin", 64, {"window_size": 8}),
-        ):  # resized by us, and by timm
+        # resized by us, and by timm
+        for key, size, args in (("vit", 48, {}), ("swin", 64, {"window_size": 8})):
             built = build_model(
                 save_random_network(tmp_path, key),
                 num_classes=5,

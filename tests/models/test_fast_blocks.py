@@ -1,4 +1,4 @@
-"""models/fast_layers.py: the same results as timm's blocks, and their gradients."""
+"""models/fast_layers.py: the same outputs and gradients as timm's blocks."""
 
 # B batch, N tokens, D width
 
@@ -38,8 +38,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def network(name: str = "vit_tiny_patch16_224", **args: Any) -> Any:
-    """A small network of timm's whose every parameter matters."""
+def make_network(name: str = "vit_tiny_patch16_224", **args: Any) -> Any:
+    """Return a small timm network in which every parameter has an effect."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=NUM_CLASSES, **{**SIZES, **args})
     with torch.no_grad():
@@ -48,23 +48,23 @@ def network(name: str = "vit_tiny_patch16_224", **args: Any) -> Any:
     return model
 
 
-def images(dtype: torch.dtype = torch.float32) -> Tensor:
+def random_images(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def loss(model: nn.Module) -> Tensor:
-    torch.manual_seed(2)  # the same draws of dropout
-    return F.cross_entropy(model(images(next(model.parameters()).dtype)), torch.arange(4))
+def compute_loss(model: nn.Module) -> Tensor:
+    torch.manual_seed(2)  # the same dropout masks
+    return F.cross_entropy(model(random_images(next(model.parameters()).dtype)), torch.arange(4))
 
 
-# --- the last block for the class token alone ---------------------------------------------------
+# --- the last block computes only the class token ------------------------------------------------
 
 
-def shortened(model: nn.Module) -> Any:
-    """A copy whose last block computes the class token alone."""
-    twin = copy.deepcopy(model)
-    assert limit_last_block_to_class_token(twin)
-    return twin
+def with_short_last_block(model: nn.Module) -> Any:
+    """Return a copy whose last block computes only the class token."""
+    short = copy.deepcopy(model)
+    assert limit_last_block_to_class_token(short)
+    return short
 
 
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,48 +78,50 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("training", [False, True])
-def test_losses_and_gradients_are_those_of_the_whole_block(kind: str, training: bool) -> None:
-    name, args = BLOCKS[kind]
-    whole = network(name, **args).train(training)
-    short = shortened(whole)
-    assert short.state_dict().keys() == whole.state_dict().keys()
-    expected, actual = loss(whole), loss(short)
+def test_loss_and_gradients_equal_the_full_block(block: str, training: bool) -> None:
+    timm_name, args = BLOCKS[block]
+    full = make_network(timm_name, **args).train(training)
+    short = with_short_last_block(full)
+    assert short.state_dict().keys() == full.state_dict().keys()
+    expected, actual = compute_loss(full), compute_loss(short)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     expected.backward()
     actual.backward()
     gradients = dict(short.named_parameters())
-    for each, parameter in whole.named_parameters():
-        assert parameter.grad is not None, each
-        # products of other shapes sum in another order; the gradient of the keys' bias is 0
+    for name, parameter in full.named_parameters():
+        assert parameter.grad is not None, name
+        # products of other shapes sum in another order; the gradient of the key bias is 0
         scale = max(float(parameter.grad.abs().max()), 1e-3)
-        assert float((gradients[each].grad - parameter.grad).abs().max()) < 1e-5 * scale, each
+        assert float((gradients[name].grad - parameter.grad).abs().max()) < 1e-5 * scale, name
 
 
-class Halved(nn.Module):
-    """Stands for dropout: keeps every other value, always the same ones."""
+class FixedDropout(nn.Module):
+    """Stands in for dropout: always keeps every other value."""
 
     def forward(self, values: Tensor) -> Tensor:
-        kept = torch.arange(values.shape[-1]) % 2
-        return 2 * kept * values
+        mask = torch.arange(values.shape[-1]) % 2
+        return 2 * mask * values
 
 
-@pytest.mark.parametrize("place", ["attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2"])
-def test_dropout_drops_what_it_does_in_the_whole_block(place: str) -> None:
-    whole = network().train()
-    whole.blocks[-1].set_submodule(place, Halved())
-    whole.blocks[-1].attn.fused_attn = False
-    short = shortened(whole)
-    torch.testing.assert_close(loss(short), loss(whole), rtol=1e-5, atol=0)
-    assert abs(loss(short) - loss(network().train())) > 1e-3
+@pytest.mark.parametrize(
+    "module_name", ["attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2"]
+)
+def test_dropout_equals_the_full_block(module_name: str) -> None:
+    full = make_network().train()
+    full.blocks[-1].set_submodule(module_name, FixedDropout())
+    full.blocks[-1].attn.fused_attn = False
+    short = with_short_last_block(full)
+    torch.testing.assert_close(compute_loss(short), compute_loss(full), rtol=1e-5, atol=0)
+    assert abs(compute_loss(short) - compute_loss(make_network().train())) > 1e-3
 
 
-def test_a_block_is_nearly_free() -> None:
-    whole = network(img_size=64, depth=4)  # 65 tokens
-    before = summarize_model(whole.eval(), (64, 64))["macs"]
-    assert limit_last_block_to_class_token(whole)
-    assert 0.74 < summarize_model(whole, (64, 64))["macs"] / before < 0.78
+def test_saves_nearly_one_block_of_macs() -> None:
+    full = make_network(img_size=64, depth=4)  # 65 tokens
+    macs_before = summarize_model(full.eval(), (64, 64))["macs"]
+    assert limit_last_block_to_class_token(full)
+    assert 0.74 < summarize_model(full, (64, 64))["macs"] / macs_before < 0.78
 
 
 @pytest.mark.parametrize(
@@ -136,21 +138,19 @@ def test_a_block_is_nearly_free() -> None:
         ("resnet18", None),
     ],
 )
-def test_what_reads_more_or_computes_otherwise_is_left_alone(
-    name: str, args: dict[str, Any] | None
-) -> None:
-    model = timm.create_model(name) if args is None else network(name, **args)
+def test_leaves_other_networks_unchanged(name: str, args: dict[str, Any] | None) -> None:
+    model = timm.create_model(name) if args is None else make_network(name, **args)
     assert not limit_last_block_to_class_token(model)
     assert all(
         type(module).__module__.startswith(("timm.", "torch.")) for module in model.modules()
     )
 
 
-def test_it_is_gone_with_its_last_reference() -> None:
-    model = network()
+def test_block_is_freed_with_its_last_reference() -> None:
+    model = make_network()
     assert limit_last_block_to_class_token(model)
     block = weakref.ref(model.blocks[-1])
-    gc.disable()  # a block that held itself would keep its part of a GPU
+    gc.disable()  # a reference cycle would keep the block's GPU memory
     try:
         del model
         assert block() is None
@@ -158,167 +158,195 @@ def test_it_is_gone_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_pre_logits_and_features_are_taken_as_before() -> None:
-    whole = network().eval()
-    short = shortened(whole)
+def test_pre_logits_and_feature_input_stay_the_same() -> None:
+    full = make_network().eval()
+    short = with_short_last_block(full)
     with torch.no_grad():
-        expected_BD = compute_pre_logits(whole, images())
+        expected_BD = compute_pre_logits(full, random_images())
         torch.testing.assert_close(
-            compute_pre_logits(short, images()), expected_BD, rtol=0, atol=1e-5
+            compute_pre_logits(short, random_images()), expected_BD, rtol=0, atol=1e-5
         )
-        logits_BK = whole(images())
+        logits_BK = full(random_images())
         assert enable_feature_input(short, (32, 32), training=False) is None
         torch.testing.assert_close(short(expected_BD), logits_BK)
-        torch.testing.assert_close(short(images()), logits_BK, rtol=0, atol=1e-5)
+        torch.testing.assert_close(short(random_images()), logits_BK, rtol=0, atol=1e-5)
 
 
-def test_attention_is_not_shown_of_one_query() -> None:
-    """Maps are of networks as they were published; these have one block less to show."""
-    whole = network().eval()
-    assert len(attention_maps(whole, images())) == DEPTH
-    assert limit_last_block_to_class_token(whole)
-    assert attention_maps(whole, images()) == []
+def test_shortened_networks_have_no_attention_maps() -> None:
+    """Attention maps need all queries, which the short last block does not compute."""
+    full = make_network().eval()
+    assert len(attention_maps(full, random_images())) == DEPTH
+    assert limit_last_block_to_class_token(full)
+    assert attention_maps(full, random_images()) == []
 
 
-def test_gradient_checkpointing_goes_on() -> None:
-    whole = network().train()
-    short = shortened(whole)
+def test_gradient_checkpointing_still_works() -> None:
+    full = make_network().train()
+    short = with_short_last_block(full)
     short.set_grad_checkpointing()
-    expected, actual = loss(whole), loss(short)
+    expected, actual = compute_loss(full), compute_loss(short)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     actual.backward()
     assert all(parameter.grad is not None for parameter in short.parameters())
 
 
-# --- attention as plain products ----------------------------------------------------------------
+# --- unfused attention --------------------------------------------------------------------------
 
 
-def attention(**args: Any) -> Attention:
+def make_attention(**args: Any) -> Attention:
     torch.manual_seed(0)
     args = {"num_heads": 3, "qkv_bias": True, **args}
     return Attention(WIDTH, **args).double()
 
 
-def plainly(module: nn.Module) -> Any:
-    """A copy whose attention is computed without timm's fused kernel."""
-    twin = copy.deepcopy(module)
-    use_unfused_attention(twin)
-    return twin
+def with_unfused_attention(module: nn.Module) -> Any:
+    """Return a copy that computes attention without the fused kernel."""
+    unfused = copy.deepcopy(module)
+    use_unfused_attention(unfused)
+    return unfused
 
 
-def tokens() -> Tensor:
-    draws = torch.Generator().manual_seed(1)
-    return torch.randn(2, TOKENS, WIDTH, generator=draws, dtype=torch.float64, requires_grad=True)
+def random_tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(
+        2, TOKENS, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True
+    )
 
 
-def results(module: nn.Module, **args: Any) -> list[Tensor]:
-    """The output of a module, and all gradients of a sum over it."""
-    torch.manual_seed(2)  # the same draws of dropout
-    tokens_BND = tokens()
+def output_and_gradients(module: nn.Module, **args: Any) -> list[Tensor]:
+    """Return the output of a module, and all gradients of a sum over it."""
+    torch.manual_seed(2)  # the same dropout masks
+    tokens_BND = random_tokens()
     output_BND = module(tokens_BND, **args)
-    inputs = [tokens_BND, *(p for p in module.parameters() if p.requires_grad)]
+    inputs = [
+        tokens_BND,
+        *(parameter for parameter in module.parameters() if parameter.requires_grad),
+    ]
     return [output_BND, *torch.autograd.grad((output_BND * output_BND.cos()).sum(), inputs)]
 
 
-ATTENTIONS: dict[str, dict[str, Any]] = {
+ATTENTION_ARGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one head": {"num_heads": 1},
     "heads of another width": {"attn_head_dim": 7},
     "no biases": {"qkv_bias": False, "proj_bias": False},
-    "dropout of what is read": {"proj_drop": 0.3},
-    "dropout of the weights": {"attn_drop": 0.3},
-    "norms of queries and keys": {"qk_norm": True, "norm_layer": nn.LayerNorm},
-    "a norm of what is read": {"scale_norm": True, "norm_layer": nn.LayerNorm},
+    "output dropout": {"proj_drop": 0.3},
+    "attention dropout": {"attn_drop": 0.3},
+    "query and key norm": {"qk_norm": True, "norm_layer": nn.LayerNorm},
+    "output norm": {"scale_norm": True, "norm_layer": nn.LayerNorm},
 }
-OTHERS = {"norms of queries and keys", "a norm of what is read"}
-if "gated" in inspect.signature(Attention).parameters:  # not in every version of timm's
-    ATTENTIONS["gates"] = {"gated": True}
-    OTHERS.add("gates")
+UNCHANGED = {"query and key norm", "output norm"}
+if "gated" in inspect.signature(Attention).parameters:  # not in every version of timm
+    ATTENTION_ARGS["gates"] = {"gated": True}
+    UNCHANGED.add("gates")
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize("case", ATTENTION_ARGS)
 @pytest.mark.parametrize("training", [False, True])
-def test_results_and_gradients_are_timms(kind: str, training: bool) -> None:
-    theirs = attention(**ATTENTIONS[kind]).train(training)
-    theirs.fused_attn = False  # which draws its dropout otherwise
-    ours = plainly(theirs)
-    assert (type(ours) is Attention) is (kind in OTHERS)
-    torch.testing.assert_close(results(ours), results(theirs), rtol=1e-11, atol=1e-11)
+def test_outputs_and_gradients_equal_timm(case: str, training: bool) -> None:
+    timm_module = make_attention(**ATTENTION_ARGS[case]).train(training)
+    timm_module.fused_attn = False  # fused attention draws its dropout mask differently
+    our_module = with_unfused_attention(timm_module)
+    assert (type(our_module) is Attention) is (case in UNCHANGED)
+    torch.testing.assert_close(
+        output_and_gradients(our_module), output_and_gradients(timm_module), rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("args", [{"is_causal": True}, {"attn_mask": torch.eye(TOKENS).bool()}])
-def test_masks_are_heeded(args: dict[str, Any]) -> None:
-    theirs = attention()
-    ours = plainly(theirs)
-    expected, actual = results(theirs, **args), results(ours, **args)
+def test_respects_attention_masks(args: dict[str, Any]) -> None:
+    timm_module = make_attention()
+    our_module = with_unfused_attention(timm_module)
+    expected, actual = (
+        output_and_gradients(timm_module, **args),
+        output_and_gradients(our_module, **args),
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
-    assert not torch.allclose(ours(tokens(), **args), ours(tokens()))
+    assert not torch.allclose(our_module(random_tokens(), **args), our_module(random_tokens()))
 
 
-def test_what_is_frozen_gets_no_gradient_and_passes_it_on() -> None:
-    theirs = attention()
-    theirs.qkv.requires_grad_(False)
-    expected, actual = results(theirs), results(plainly(theirs))
+def test_gradients_pass_through_frozen_weights() -> None:
+    timm_module = make_attention()
+    timm_module.qkv.requires_grad_(False)
+    expected, actual = (
+        output_and_gradients(timm_module),
+        output_and_gradients(with_unfused_attention(timm_module)),
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_network_trains_as_before(checkpointing: bool) -> None:
-    theirs = network().double().train()
-    ours = plainly(theirs)
-    assert sum(type(m) is not Attention for m in ours.modules() if isinstance(m, Attention)) == 2
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    ours.set_grad_checkpointing(checkpointing)
-    expected, actual = (torch.autograd.grad(loss(m), list(m.parameters())) for m in (theirs, ours))
+def test_network_gradients_stay_the_same(checkpointing: bool) -> None:
+    timm_module = make_network().double().train()
+    our_module = with_unfused_attention(timm_module)
+    assert (
+        sum(
+            type(module) is not Attention
+            for module in our_module.modules()
+            if isinstance(module, Attention)
+        )
+        == 2
+    )
+    assert our_module.state_dict().keys() == timm_module.state_dict().keys()
+    our_module.set_grad_checkpointing(checkpointing)
+    expected, actual = (
+        torch.autograd.grad(compute_loss(module), list(module.parameters()))
+        for module in (timm_module, our_module)
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-def test_attention_is_shown_as_before() -> None:
-    theirs = network().eval()
-    expected, actual = (attention_maps(one, images()) for one in (theirs, plainly(theirs)))
+def test_attention_maps_stay_the_same() -> None:
+    timm_module = make_network().eval()
+    expected, actual = (
+        attention_maps(model, random_images())
+        for model in (timm_module, with_unfused_attention(timm_module))
+    )
     assert len(actual) == DEPTH
     torch.testing.assert_close(actual, expected)
 
 
-def test_in_bf16_it_is_timms_to_the_bit() -> None:
-    theirs = attention().float()
-    theirs.fused_attn = False
-    both = []
-    for one in (theirs, plainly(theirs)):
-        tokens_BND = tokens().detach().float().requires_grad_()
+def test_bf16_results_are_bit_identical_to_timm() -> None:
+    timm_module = make_attention().float()
+    timm_module.fused_attn = False
+    results = []
+    for module in (timm_module, with_unfused_attention(timm_module)):
+        tokens_BND = random_tokens().detach().float().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            output_BND = one(tokens_BND)
+            output_BND = module(tokens_BND)
         assert output_BND.dtype == torch.bfloat16
-        inputs = [tokens_BND, *one.parameters()]
-        both.append([output_BND, *torch.autograd.grad(output_BND.square().sum(), inputs)])
-    for expected, actual in zip(*both, strict=True):
+        inputs = [tokens_BND, *module.parameters()]
+        results.append([output_BND, *torch.autograd.grad(output_BND.square().sum(), inputs)])
+    for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
 
-def test_one_token_of_one_image_leaves_its_projection_as_it_is() -> None:
-    ours, seen = plainly(attention()), []
-    ours.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    tokens_BND = tokens()[:1, :1]
-    ours(tokens_BND)
-    assert torch.equal(seen[0], F.linear(tokens_BND, ours.qkv.weight, ours.qkv.bias))
+def test_does_not_modify_the_projection_of_a_single_token() -> None:
+    our_module, projections = with_unfused_attention(make_attention()), []
+    our_module.qkv.register_forward_hook(lambda module, inputs, output: projections.append(output))
+    tokens_BND = random_tokens()[:1, :1]
+    our_module(tokens_BND)
+    assert torch.equal(
+        projections[0], F.linear(tokens_BND, our_module.qkv.weight, our_module.qkv.bias)
+    )
 
 
-# --- both ----------------------------------------------------------------------------------------
+# --- copies, and the equivalence check ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replace", [shortened, plainly])
-def test_a_copy_computes_with_its_own_weights(replace: Any) -> None:
-    first = replace(network().eval())
-    second = copy.deepcopy(first)
-    before = first(images())
+@pytest.mark.parametrize("replace", [with_short_last_block, with_unfused_attention])
+def test_copies_use_their_own_weights(replace: Any) -> None:
+    original = replace(make_network().eval())
+    copied = copy.deepcopy(original)
+    expected = original(random_images())
     with torch.no_grad():
-        second.blocks[-1].attn.qkv.weight.zero_()
-    assert torch.equal(first(images()), before)
-    assert not torch.equal(second(images()), before)
+        copied.blocks[-1].attn.qkv.weight.zero_()
+    assert torch.equal(original(random_images()), expected)
+    assert not torch.equal(copied(random_images()), expected)
 
 
-class Scaled(nn.Module):
-    """A layer, a norm, and a factor for each channel that can hide both."""
+class ScaledResidual(nn.Module):
+    """A residual layer whose zero scale can hide differences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,52 +359,54 @@ class Scaled(nn.Module):
         return result
 
 
-def alike(module: Any, tokens_BND: Tensor) -> Tensor:
+def same_forward(module: Any, tokens_BND: Tensor) -> Tensor:
     linear_BND = nn.functional.linear(tokens_BND, module.linear.weight, module.linear.bias)
     result: Tensor = tokens_BND + module.scale * module.drop(linear_BND)
     return result
 
 
-def first(module: Any, tokens_BND: Tensor) -> Tensor:
-    return alike(module, tokens_BND[:, :1])
+def first_token_forward(module: Any, tokens_BND: Tensor) -> Tensor:
+    return same_forward(module, tokens_BND[:, :1])
 
 
-def without_bias(module: Any, tokens_BND: Tensor) -> Tensor:
+def forward_without_bias(module: Any, tokens_BND: Tensor) -> Tensor:
     result: Tensor = tokens_BND + module.scale * (tokens_BND @ module.linear.weight.mT)
     return result
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_weights_do_not_hide_a_difference(grad: bool) -> None:
-    with torch.set_grad_enabled(grad):
-        assert is_equivalent(Scaled(), alike, 8)
-        assert is_equivalent(Scaled(), first, 8)
-        assert not is_equivalent(Scaled(), without_bias, 8)
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_is_equivalent_is_not_fooled_by_zero_weights(grad_enabled: bool) -> None:
+    with torch.set_grad_enabled(grad_enabled):
+        assert is_equivalent(ScaledResidual(), same_forward, 8)
+        assert is_equivalent(ScaledResidual(), first_token_forward, 8)
+        assert not is_equivalent(ScaledResidual(), forward_without_bias, 8)
 
 
-def test_a_module_that_was_changed_is_found_out() -> None:
-    changed = Scaled()
+def test_is_equivalent_detects_hooks() -> None:
+    changed = ScaledResidual()
     changed.register_forward_hook(lambda module, inputs, output: 1.1 * output)
-    assert not is_equivalent(changed, alike, 8)
+    assert not is_equivalent(changed, same_forward, 8)
 
 
-def test_it_leaves_no_trace() -> None:
-    module = Scaled().train()
+def test_is_equivalent_has_no_side_effects() -> None:
+    module = ScaledResidual().train()
     module.linear.eval()
-    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    state = torch.get_rng_state()
-    assert is_equivalent(module, alike, 8)
-    assert [one.training for one in module.modules()] == [True, False, True]
-    assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
+    weights_before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    rng_state = torch.get_rng_state()
+    assert is_equivalent(module, same_forward, 8)
+    assert [child.training for child in module.modules()] == [True, False, True]
+    assert all(
+        torch.equal(weights_before[name], tensor) for name, tensor in module.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
-# --- products by oneDNN -------------------------------------------------------------------------
+# --- oneDNN -------------------------------------------------------------------------------------
 
 
-class Operations(TorchDispatchMode):
-    """Notes the operations that are computed."""
+class OperationRecorder(TorchDispatchMode):
+    """Records the names of the executed operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,29 +417,31 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only where MKL would multiply")
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only relevant with MKL")
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "test_convnext", "test_mambaout"])
 def test_onednn_gives_the_same_logits(name: str) -> None:
-    plain = network(name) if "vit" in name else timm.create_model(name, num_classes=NUM_CLASSES)
-    twin = copy.deepcopy(plain.eval())
-    use_onednn_linear(twin)
-    assert twin.state_dict().keys() == plain.state_dict().keys()
+    model = (
+        make_network(name) if "vit" in name else timm.create_model(name, num_classes=NUM_CLASSES)
+    )
+    onednn_model = copy.deepcopy(model.eval())
+    use_onednn_linear(onednn_model)
+    assert onednn_model.state_dict().keys() == model.state_dict().keys()
     with torch.inference_mode():
-        expected_BK = plain(images())
-        with Operations() as seen:
-            logits_BK = twin(images())
+        expected_BK = model(random_images())
+        with OperationRecorder() as recorder:
+            logits_BK = onednn_model(random_images())
         # sums in another order
         torch.testing.assert_close(logits_BK, expected_BK, rtol=1e-4, atol=1e-5)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(twin(images()), plain(images()))
-    assert {"mkldnn._linear_pointwise.default"} <= seen.names
-    assert not any("addmm" in name for name in seen.names)
+            assert torch.equal(onednn_model(random_images()), model(random_images()))
+    assert {"mkldnn._linear_pointwise.default"} <= recorder.names
+    assert not any("addmm" in name for name in recorder.names)
 
 
-def test_gradients_do_not_come_from_onednn() -> None:
-    plain = network()
-    twin = copy.deepcopy(plain)
-    use_onednn_linear(twin)
-    for model in (plain, twin):
-        loss(model).backward()
-    assert torch.equal(plain.head.weight.grad, twin.head.weight.grad)
+def test_onednn_does_not_change_gradients() -> None:
+    original = make_network()
+    onednn_model = copy.deepcopy(original)
+    use_onednn_linear(onednn_model)
+    for model in (original, onednn_model):
+        compute_loss(model).backward()
+    assert torch.equal(original.head.weight.grad, onednn_model.head.weight.grad)

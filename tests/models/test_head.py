@@ -1,4 +1,4 @@
-"""models/head.py: a zero head and frozen parts for every kind of network."""
+"""models/head.py and freeze.py: a zero head and frozen parts for every kind of network."""
 
 from __future__ import annotations
 
@@ -33,234 +33,254 @@ from finetune.models.weights.resolve import resolve_weights
 
 class TestHead:
     @pytest.mark.parametrize("key", NETWORKS)
-    def test_logits_are_zero_and_the_loss_is_ln_k(self, key: str) -> None:
-        made = build_network(key)
-        output = compute_logits(made.model, random_images(NETWORKS[key][2]))
+    def test_initial_logits_are_zero_and_the_loss_is_ln_k(self, key: str) -> None:
+        built = build_network(key)
+        output = compute_logits(built.model, random_images(NETWORKS[key][2]))
         assert output.shape == (2, 5)
         assert torch.equal(output, torch.zeros(2, 5))
         loss = nn.functional.cross_entropy(output, torch.tensor([0, 3]))
         assert abs(float(loss) - math.log(5)) < 1e-6
 
     @pytest.mark.parametrize("key", NETWORKS)
-    def test_the_head_can_learn(self, key: str) -> None:
-        made = build_network(key)
-        set_train_mode(made.model)
-        output = made.model(random_images(NETWORKS[key][2], 4))
+    def test_head_gets_gradients(self, key: str) -> None:
+        built = build_network(key)
+        set_train_mode(built.model)
+        output = built.model(random_images(NETWORKS[key][2], 4))
         nn.functional.cross_entropy(output, torch.tensor([0, 1, 2, 3])).backward()
-        heads = classifier_names(made.model)
+        heads = classifier_names(built.model)
         assert heads
         for name in heads:
-            gradients = [p.grad for p in made.model.get_submodule(name).parameters()]
+            gradients = [
+                parameter.grad for parameter in built.model.get_submodule(name).parameters()
+            ]
             assert gradients
-            assert all(g is not None and bool(g.abs().sum() > 0) for g in gradients)
+            assert all(
+                gradient is not None and bool(gradient.abs().sum() > 0) for gradient in gradients
+            )
 
-    def test_both_heads_of_a_distilled_network(self) -> None:
-        made = build_network("distilled")
-        assert classifier_names(made.model) == ["head", "head_dist"]
-        for name in classifier_names(made.model):
-            head = made.model.get_submodule(name)
+    def test_both_heads_of_a_distilled_network_are_zero(self) -> None:
+        built = build_network("distilled")
+        assert classifier_names(built.model) == ["head", "head_dist"]
+        for name in classifier_names(built.model):
+            head = built.model.get_submodule(name)
             assert head.weight.shape == (5, 32)
             assert not head.weight.any()
             assert not head.bias.any()
 
-    def test_timms_own_initialisation(self) -> None:
-        made = build_network("vit", head_init="default")
-        assert made.model.get_submodule("head").weight.any()
+    def test_default_head_init_is_random(self) -> None:
+        built = build_network("vit", head_init="default")
+        assert built.model.get_submodule("head").weight.any()
 
-    def test_a_head_without_a_last_layer(self) -> None:
+    def test_rejects_head_init_without_a_head(self) -> None:
         with refused("recipe.unsupported", "model.head_init", "test_vit"):
             build_model("test_vit", num_classes=0, pretrained=False)
 
-    def test_own_classes_keep_their_head(self, tmp_path: Path) -> None:
+    def test_keeps_the_head_without_num_classes(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
         weight = load_file(f"{folder}/model.safetensors")["head.weight"]
-        kept = build_model(folder)
-        assert torch.equal(kept.model.get_submodule("head").weight, weight)
-        assert kept.class_names == CLASS_NAMES
-        # Asked for as many classes as there are: still another task.
-        new = build_model(folder, num_classes=5)
-        assert not new.model.get_submodule("head").weight.any()
-        assert new.class_names is None
+        original = build_model(folder)
+        assert torch.equal(original.model.get_submodule("head").weight, weight)
+        assert original.class_names == CLASS_NAMES
+        # A given num_classes, even if equal, means another task.
+        replaced = build_model(folder, num_classes=5)
+        assert not replaced.model.get_submodule("head").weight.any()
+        assert replaced.class_names is None
 
 
-class TestKeptClasses:
-    """Weights whose config.json names classes of the data; NAMES are ant to elk."""
+class TestKeepHeadClasses:
+    """Weights whose config.json names classes of the data; CLASS_NAMES are ant to elk."""
 
     @pytest.mark.parametrize("key", NETWORKS)
-    def test_the_same_names_in_another_order(self, key: str, tmp_path: Path) -> None:
+    def test_reorders_the_head_by_class_names(self, key: str, tmp_path: Path) -> None:
         folder, size = save_random_network(tmp_path, key), NETWORKS[key][2]
         x = random_images(size)
-        before = compute_logits(build_model(folder).model, x)
+        expected = compute_logits(build_model(folder).model, x)
         names = CLASS_NAMES[::-1]
-        again = build_model(folder, num_classes=5, class_names=names, head_init=None)
-        assert again.provenance["kept_classes"] == 5
-        torch.testing.assert_close(compute_logits(again.model, x), before.flip(1))
-        assert len(set(before[0].tolist())) == 5  # the columns can be told apart
+        reordered = build_model(folder, num_classes=5, class_names=names, head_init=None)
+        assert reordered.provenance["kept_classes"] == 5
+        torch.testing.assert_close(compute_logits(reordered.model, x), expected.flip(1))
+        assert len(set(expected[0].tolist())) == 5  # all logits differ
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "conv_classifier", "byobnet"])
-    def test_more_and_other_classes(
+    def test_keeps_the_rows_of_known_classes(
         self, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder, x = save_random_network(tmp_path, key), random_images(NETWORKS[key][2])
-        before = compute_logits(build_model(folder).model, x)
+        logits_before = compute_logits(build_model(folder).model, x)
         names = ["fox", "cat", "gnu", "ant", "hen", "ibis", "jay", "kiwi"]
-        made = build_model(folder, num_classes=8, class_names=names, head_init="keep")
-        after = compute_logits(made.model, x)
-        torch.testing.assert_close(after[:, [1, 3]], before[:, [2, 0]])
-        assert not after[:, [0, 2, 4, 5, 6, 7]].any()
-        assert made.provenance["kept_classes"] == 2
-        (notice,) = (record.getMessage() for record in caplog.records)
-        assert "2 of the 8" in notice
-        assert "fox, gnu, hen, ibis, jay, …" in notice
+        built = build_model(folder, num_classes=8, class_names=names, head_init="keep")
+        logits_after = compute_logits(built.model, x)
+        torch.testing.assert_close(logits_after[:, [1, 3]], logits_before[:, [2, 0]])
+        assert not logits_after[:, [0, 2, 4, 5, 6, 7]].any()
+        assert built.provenance["kept_classes"] == 2
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "2 of the 8" in warning
+        assert "fox, gnu, hen, ibis, jay, …" in warning
 
     @pytest.mark.parametrize("head_init", ["zeros", "default"])
-    def test_a_new_head_is_had_for_the_asking(self, head_init: str, tmp_path: Path) -> None:
+    def test_head_init_replaces_the_head_on_request(self, head_init: str, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
-        before = build_model(folder).model.get_submodule("head").weight
-        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=head_init)
-        head = made.model.get_submodule("head").weight
+        head_before = build_model(folder).model.get_submodule("head").weight
+        built = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=head_init)
+        head = built.model.get_submodule("head").weight
         assert bool(head.any()) == (head_init == "default")
-        assert not torch.equal(head, before)
-        assert "kept_classes" not in made.provenance
+        assert not torch.equal(head, head_before)
+        assert "kept_classes" not in built.provenance
 
-    def test_weights_of_other_classes_start_from_zero(
+    def test_head_of_other_classes_starts_from_zero(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder, names = save_random_network(tmp_path, "vit"), ["fox", "gnu"]
-        made = build_model(folder, num_classes=2, class_names=names, head_init=None)
-        assert not made.model.get_submodule("head").weight.any()
-        assert "kept_classes" not in made.provenance
+        built = build_model(folder, num_classes=2, class_names=names, head_init=None)
+        assert not built.model.get_submodule("head").weight.any()
+        assert "kept_classes" not in built.provenance
         assert not caplog.records
         with refused("recipe.conflict", "model.head_init", folder):
             build_model(folder, num_classes=2, class_names=names, head_init="keep")
 
-    def test_names_of_a_registry_are_no_classes_of_ours(
+    def test_does_not_keep_classes_of_registry_weights(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = save_random_network(tmp_path, "vit")
-        weights = resolve_weights(
-            folder
-        )  # as timm's ImageNet classifiers, which bring no config.json
+        # like timm's ImageNet classifiers, which have no config.json
+        weights = resolve_weights(folder)
         registered = dataclasses.replace(weights, from_config=False)
-        monkeypatch.setattr("finetune.models.build.resolve", lambda *_, **__: registered)
-        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
-        assert not made.model.get_submodule("head").weight.any()
+        monkeypatch.setattr("finetune.models.build.resolve_weights", lambda *_, **__: registered)
+        built = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
+        assert not built.model.get_submodule("head").weight.any()
 
-    def test_weights_with_names_and_without_a_head(self, tmp_path: Path) -> None:
+    def test_weights_with_class_names_but_no_head(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
         state = load_file(f"{folder}/model.safetensors")
         del state["head.weight"], state["head.bias"]
         save_file(state, f"{folder}/model.safetensors")
-        made = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
-        assert not made.model.get_submodule("head").weight.any()
+        built = build_model(folder, num_classes=5, class_names=CLASS_NAMES, head_init=None)
+        assert not built.model.get_submodule("head").weight.any()
 
 
-def frozen(made: BuiltModel) -> set[str]:
-    return {name for name, p in made.model.named_parameters() if not p.requires_grad}
+def frozen_names(built: BuiltModel) -> set[str]:
+    return {
+        name for name, parameter in built.model.named_parameters() if not parameter.requires_grad
+    }
 
 
-def all_frozen(module: nn.Module) -> bool:
-    """True if a module computes with frozen parameters of its own."""
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not any(p.requires_grad for p in own)
+def is_fully_frozen(module: nn.Module) -> bool:
+    """True if a module has parameters of its own and all are frozen."""
+    parameters = list(module.parameters(recurse=False))
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def some_trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters(recurse=False))
+def is_partly_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 class TestFreezing:
     @pytest.mark.parametrize("key", NETWORKS)
     def test_backbone(self, key: str) -> None:
-        made = build_network(key, freeze="backbone")
-        heads = tuple(f"{name}." for name in classifier_names(made.model))
-        names = [name for name, _ in made.model.named_parameters()]
-        assert frozen(made) == {name for name in names if not name.startswith(heads)}
-        assert frozen(made)
+        built = build_network(key, freeze="backbone")
+        heads = tuple(f"{name}." for name in classifier_names(built.model))
+        names = [name for name, _ in built.model.named_parameters()]
+        assert frozen_names(built) == {name for name in names if not name.startswith(heads)}
+        assert frozen_names(built)
 
     @pytest.mark.parametrize("blocks", [0, 1, 2])
     @pytest.mark.parametrize("key", ["vit", "distilled", "registers"])
     def test_first_blocks(self, key: str, blocks: int) -> None:
-        made = build_network(key, freeze=blocks)
+        built = build_network(key, freeze=blocks)
         stem = ("patch_embed.", "pos_embed", "cls_token", "dist_token", "reg_token")
         starts = stem + tuple(f"blocks.{index}." for index in range(blocks))
-        names = [name for name, _ in made.model.named_parameters()]
-        assert frozen(made) == {name for name in names if name.startswith(starts)}
-        assert "pos_embed" in frozen(made)
+        names = [name for name, _ in built.model.named_parameters()]
+        assert frozen_names(built) == {name for name in names if name.startswith(starts)}
+        assert "pos_embed" in frozen_names(built)
 
     def test_blocks_of_a_convolutional_network(self) -> None:
-        made = build_network("convnext", freeze=1)
-        assert any(name.startswith("stages.0.blocks.0.") for name in frozen(made))
-        assert not any(name.startswith(("stages.3.", "head.")) for name in frozen(made))
+        built = build_network("convnext", freeze=1)
+        assert any(name.startswith("stages.0.blocks.0.") for name in frozen_names(built))
+        assert not any(name.startswith(("stages.3.", "head.")) for name in frozen_names(built))
 
     @pytest.mark.parametrize("checkpointing", [False, True])
     @pytest.mark.parametrize("key", ["vit", "registers", "beit", "clip", "rope", "densenet"])
-    def test_backward_ends_at_the_last_trained_block(self, key: str, checkpointing: bool) -> None:
-        name, args, size, blocks = (
+    def test_backward_stops_at_the_first_trained_block(self, key: str, checkpointing: bool) -> None:
+        timm_name, args, size, num_frozen = (
             {
-                "clip": ("vit_base_patch32_clip_224", TINY_ARGS, 32, 1),  # a norm before its blocks
+                "clip": ("vit_base_patch32_clip_224", TINY_ARGS, 32, 1),  # a norm before the blocks
                 # learned frequencies that all blocks share
                 "rope": ("vit_small_patch16_rope_mixed_224", TINY_ARGS, 32, 1),
-                # a change of resolution between its blocks
+                # changes the resolution between its blocks
                 "densenet": ("densenet121", {"block_config": (1, 1), "growth_rate": 8}, 32, 2),
             }.get(key)
             or (*NETWORKS[key][:3], 1)
         )
         settings = {"num_classes": 5, "pretrained": False, "image_size": size, "args": args}
         settings |= {"head_init": "default", "grad_checkpointing": checkpointing}
-        model = build_model(name, freeze=blocks, **settings).model
-        kept = {n: m for n, m in model.named_modules() if n and all_frozen(m)}
-        moved = {n: m for n, m in model.named_modules() if some_trained(m)}
-        assert kept
-        assert moved
-        calls, graphs, backward = Counter[str](), set[str](), set[str]()
+        model = build_model(timm_name, freeze=num_frozen, **settings).model
+        frozen_modules = {
+            name: module
+            for name, module in model.named_modules()
+            if name and is_fully_frozen(module)
+        }
+        trained_modules = {
+            name: module for name, module in model.named_modules() if is_partly_trained(module)
+        }
+        assert frozen_modules
+        assert trained_modules
+        num_calls, in_graph, got_gradient = Counter[str](), set[str](), set[str]()
 
-        def forward_hook(name: str) -> Callable[..., None]:
-            def note(module: nn.Module, inputs: Any, output: Any) -> None:
-                calls[name] += 1
+        def forward_hook(timm_name: str) -> Callable[..., None]:
+            def record(module: nn.Module, inputs: Any, output: Any) -> None:
+                num_calls[timm_name] += 1
                 if output.requires_grad:
-                    graphs.add(name)
-                    output.register_hook(lambda gradient: backward.add(name))
+                    in_graph.add(timm_name)
+                    output.register_hook(lambda gradient: got_gradient.add(timm_name))
 
-            return note
+            return record
 
-        for each, module in {**kept, **moved}.items():
-            module.register_forward_hook(forward_hook(each))
+        for name, module in {**frozen_modules, **trained_modules}.items():
+            module.register_forward_hook(forward_hook(name))
         set_train_mode(model)
         model(random_images(size)).square().sum().backward()
-        assert len(kept.keys() & calls.keys()) > 3  # BEiT takes some weights without a call
-        assert not graphs & kept.keys(), "no graph, so no activations are held"
-        assert not backward & kept.keys()
-        assert backward == moved.keys() & graphs, "and all that is trained gets a gradient"
-        assert all(calls[each] <= 1 for each in kept), "nor are they computed a second time"
+        # BEiT reads some weights without calling their module
+        assert len(frozen_modules.keys() & num_calls.keys()) > 3
+        assert not in_graph & frozen_modules.keys(), "no graph, so no stored activations"
+        assert not got_gradient & frozen_modules.keys()
+        assert got_gradient == trained_modules.keys() & in_graph, (
+            "every trained module gets a gradient"
+        )
+        assert all(num_calls[name] <= 1 for name in frozen_modules), (
+            "frozen modules are not recomputed"
+        )
         parameters = dict(model.named_parameters())
-        assert {n for n, p in parameters.items() if p.grad is not None} == {
-            n for n, p in parameters.items() if p.requires_grad
+        assert {name for name, parameter in parameters.items() if parameter.grad is not None} == {
+            name for name, parameter in parameters.items() if parameter.requires_grad
         }
 
-    def test_what_lies_between_frozen_blocks_is_frozen(self) -> None:
+    def test_freezes_layers_between_frozen_blocks(self) -> None:
         args = {"block_config": (1, 1, 1), "growth_rate": 8}
         settings = {"num_classes": 5, "pretrained": False, "image_size": 64, "args": args}
-        made = build_model("densenet121", freeze=2, **settings)
-        assert "features.transition1.conv.weight" in frozen(made)
-        assert "features.transition2.conv.weight" not in frozen(made)
+        built = build_model("densenet121", freeze=2, **settings)
+        assert "features.transition1.conv.weight" in frozen_names(built)
+        assert "features.transition2.conv.weight" not in frozen_names(built)
 
-    def test_wrong_values(self) -> None:
+    def test_rejects_invalid_values(self) -> None:
         with refused("recipe.wrong_value", "model.freeze: 3 blocks, but the network has 2"):
             build_network("vit", freeze=3)
         with refused("recipe.unknown_name", "model.freeze", "'backbone'"):
             build_network("vit", freeze="backbon")
 
-    def test_frozen_statistics_stay(self) -> None:
-        made = build_network("resnet", freeze="backbone")
-        before = {k: v.clone() for k, v in made.model.state_dict().items() if "running" in k}
-        assert before
-        set_train_mode(made.model)
-        made.model(random_images(64))
-        after = made.model.state_dict()
-        assert all(torch.equal(after[k], v) for k, v in before.items())
-        free = build_network("resnet")
-        set_train_mode(free.model)
-        free.model(random_images(64))
-        after = free.model.state_dict()
-        assert not any(torch.equal(after[k], v) for k, v in before.items())
+    def test_frozen_batch_norm_statistics_stay(self) -> None:
+        built = build_network("resnet", freeze="backbone")
+        statistics = {
+            name: tensor.clone()
+            for name, tensor in built.model.state_dict().items()
+            if "running" in name
+        }
+        assert statistics
+        set_train_mode(built.model)
+        built.model(random_images(64))
+        after = built.model.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in statistics.items())
+        unfrozen = build_network("resnet")
+        set_train_mode(unfrozen.model)
+        unfrozen.model(random_images(64))
+        after = unfrozen.model.state_dict()
+        assert not any(torch.equal(after[name], tensor) for name, tensor in statistics.items())

@@ -1,4 +1,4 @@
-"""models/features.py: the same logits from features, by the classifier alone, or the reason."""
+"""models/features.py: the classifier computes the same logits from features, or says why not."""
 
 from __future__ import annotations
 
@@ -28,37 +28,43 @@ LINEAR = [key for key in ONE_HEAD if key != "conv_classifier"]
 class TestPreLogits:
     @pytest.mark.parametrize("key", ONE_HEAD)
     @torch.no_grad()
-    def test_they_are_what_the_classifier_sees(self, key: str) -> None:
-        made = build_network(key, num_classes=5)
-        model, seen = made.model.eval(), []
+    def test_pre_logits_are_the_input_of_the_classifier(self, key: str) -> None:
+        built = build_network(key, num_classes=5)
+        model, classifier_inputs = built.model.eval(), []
         (name,) = classifier_names(model)
         head = model.get_submodule(name)
-        head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].flatten(1)))
+        head.register_forward_pre_hook(
+            lambda module, inputs: classifier_inputs.append(inputs[0].flatten(1))
+        )
         pixels = random_images(NETWORKS[key][2])
         model(pixels)
         features = compute_pre_logits(model, pixels)
-        assert len(seen) == 1, "pre-logits do not run the classifier"
+        assert len(classifier_inputs) == 1, "computing pre-logits must not run the classifier"
         assert features.shape == (2, model.head_hidden_size)
-        assert torch.equal(features, seen[0])
+        assert torch.equal(features, classifier_inputs[0])
 
     @torch.no_grad()
-    def test_a_network_with_two_heads_gives_the_mean_of_what_they_see(self) -> None:
-        model, seen = build_network("distilled").model.eval(), []
+    def test_pre_logits_of_two_heads_are_the_mean_of_their_inputs(self) -> None:
+        model, classifier_inputs = build_network("distilled").model.eval(), []
         for name in classifier_names(model):
             layer = model.get_submodule(name)
-            layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+            layer.register_forward_pre_hook(
+                lambda module, inputs: classifier_inputs.append(inputs[0])
+            )
         pixels = random_images(32)
         model(pixels)
-        assert len(seen) == 2
-        torch.testing.assert_close(compute_pre_logits(model, pixels), (seen[0] + seen[1]) / 2)
+        assert len(classifier_inputs) == 2
+        torch.testing.assert_close(
+            compute_pre_logits(model, pixels), (classifier_inputs[0] + classifier_inputs[1]) / 2
+        )
 
     @torch.no_grad()
-    def test_a_representation_layer_is_part_of_them(self) -> None:
+    def test_pre_logits_include_a_representation_layer(self) -> None:
         args = {**SMALL_VIT_ARGS, "representation_size": 24}
-        made = build_model(
+        built = build_model(
             "vit_representation", num_classes=3, pretrained=False, image_size=32, args=args
         )
-        model, pixels = made.model.eval(), random_images(32)
+        model, pixels = built.model.eval(), random_images(32)
         layer = model.fc_norm
         features = compute_pre_logits(model, pixels)
         assert features.shape == (2, 24)
@@ -66,7 +72,7 @@ class TestPreLogits:
         torch.testing.assert_close(features, torch.tanh(layer.fc(tokens[:, 0])))
         torch.testing.assert_close(model.head(features), model(pixels))
 
-    def test_a_network_without_them_is_refused(self) -> None:
+    def test_rejects_networks_without_pre_logits(self) -> None:
         with refused("weights.unsupported", "Linear", "forward_features"):
             compute_pre_logits(nn.Linear(2, 2), random_images(8))
         without_pool = build_network("vit", args={**NETWORKS["vit"][1], "global_pool": ""}).model
@@ -74,24 +80,25 @@ class TestPreLogits:
             compute_pre_logits(without_pool, random_images(32))
 
 
-def accepted(model: nn.Module, size: int, *, training: bool = True) -> str | None:
+def feature_input_error(model: nn.Module, size: int, *, training: bool = True) -> str | None:
     return enable_feature_input(model, (size, size), training=training)
 
 
-class TestAcceptFeatures:
+class TestEnableFeatureInput:
     @pytest.mark.parametrize("key", LINEAR)
     @torch.no_grad()
-    def test_features_and_images_lead_to_the_same_logits(self, key: str) -> None:
+    def test_features_and_images_give_the_same_logits(self, key: str) -> None:
         size = NETWORKS[key][2]
         args = NETWORKS[key][1]
-        without = {"drop_path_rate": 0.0} if key == "swin" else {}  # timm's own has some
-        model = build_network(key, freeze="backbone", args={**args, **without}).model
+        # timm's Swin has a default drop path
+        no_drop_path = {"drop_path_rate": 0.0} if key == "swin" else {}
+        model = build_network(key, freeze="backbone", args={**args, **no_drop_path}).model
         randomize_head(model)
         names = list(model.state_dict())
-        assert accepted(model, size) is None
+        assert feature_input_error(model, size) is None
         pixels = random_images(size)
-        copied = copy.deepcopy(model)
-        for network in (model, copied):
+        model_copy = copy.deepcopy(model)
+        for network in (model, model_copy):
             network.eval()
             expected = type(network).forward(network, pixels)
             assert expected.std() > 0
@@ -99,14 +106,16 @@ class TestAcceptFeatures:
             assert torch.equal(network(compute_pre_logits(network, pixels)), expected)
         assert list(model.state_dict()) == names
         features = compute_pre_logits(model, pixels)
-        nn.init.zeros_(copied.get_submodule(classifier_names(copied)[0]).weight)
-        assert not torch.equal(copied(features), model(features)), "a copy has its own classifier"
+        nn.init.zeros_(model_copy.get_submodule(classifier_names(model_copy)[0]).weight)
+        assert not torch.equal(model_copy(features), model(features)), (
+            "a copy uses its own classifier"
+        )
 
     @torch.no_grad()
-    def test_dropout_of_the_head_is_drawn_alike(self) -> None:
+    def test_head_dropout_uses_the_same_random_state(self) -> None:
         args = {**NETWORKS["vit"][1], "drop_rate": 0.5}
         model = build_network("vit", freeze="backbone", args=args, head_init="default").model
-        assert accepted(model, 32) is None
+        assert feature_input_error(model, 32) is None
         pixels = random_images(32)
         features = compute_pre_logits(model.eval(), pixels)
         set_train_mode(model)
@@ -128,52 +137,63 @@ class TestAcceptFeatures:
             ("swin", {}, r"before the classifier \(layers\.1\.blocks\.0\.drop_path1\)"),
         ],
     )
-    def test_what_varies_is_refused(self, key: str, settings: dict[str, Any], reason: str) -> None:
+    def test_rejects_features_that_are_not_constant(
+        self, key: str, settings: dict[str, Any], reason: str
+    ) -> None:
         model = build_network(key, **{"freeze": "backbone", **settings}).model
-        answer = accepted(model, NETWORKS[key][2])
-        assert answer is not None
-        assert re.search(reason, answer), answer
-        assert "forward" not in vars(model), "nothing is changed"
+        error = feature_input_error(model, NETWORKS[key][2])
+        assert error is not None
+        assert re.search(reason, error), error
+        assert "forward" not in vars(model), "the model must not be modified"
 
-    def test_dropout_does_not_matter_where_nothing_is_trained(self) -> None:
+    def test_dropout_does_not_matter_without_training(self) -> None:
         model = build_network("vit", dropout=0.1).model
-        assert accepted(model, 32, training=False) is None
+        assert feature_input_error(model, 32, training=False) is None
         assert not model.training
 
-    def test_statistics_that_go_on_counting_are_refused(self) -> None:
+    def test_rejects_batch_norm_that_updates_its_statistics(self) -> None:
         model = build_network("resnet", freeze="backbone").model
-        assert accepted(model, 64) is None
-        again = build_network("resnet", freeze="backbone").model
-        again.bn1.weight = again.bn1.bias = None  # nothing of it says that it is frozen
-        assert accepted(again, 64) == "batch norm updates its running statistics (bn1)"
+        assert feature_input_error(model, 64) is None
+        without_parameters = build_network("resnet", freeze="backbone").model
+        without_parameters.bn1.weight = without_parameters.bn1.bias = (
+            None  # without parameters, nothing marks it as frozen
+        )
+        assert (
+            feature_input_error(without_parameters, 64)
+            == "batch norm updates its running statistics (bn1)"
+        )
 
-    def test_dropout_that_is_no_layer_is_noticed(self) -> None:
-        class Dropping(type(build_network("vit").model)):  # type: ignore[misc]
-            def forward_features(self, x: torch.Tensor, **rest: Any) -> torch.Tensor:
-                values = super().forward_features(x, **rest)
-                return nn.functional.dropout(values, 0.1, self.training)
+    def test_detects_dropout_that_is_not_a_layer(self) -> None:
+        class WithFunctionalDropout(type(build_network("vit").model)):  # type: ignore[misc]
+            def forward_features(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+                features = super().forward_features(x, **kwargs)
+                return nn.functional.dropout(features, 0.1, self.training)
 
         model = build_network("vit", freeze="backbone").model
-        model.__class__ = Dropping
-        assert accepted(model, 32) == "the network computes other features in training mode"
-        assert accepted(model, 32, training=False) is None
+        model.__class__ = WithFunctionalDropout
+        assert (
+            feature_input_error(model, 32) == "the network computes other features in training mode"
+        )
+        assert feature_input_error(model, 32, training=False) is None
 
-    def test_logits_that_are_more_than_the_classifiers_are_refused(self) -> None:
-        class Louder(type(build_network("vit").model)):  # type: ignore[misc]
+    def test_rejects_logits_that_are_not_the_classifier_output(self) -> None:
+        class WithScaledLogits(type(build_network("vit").model)):  # type: ignore[misc]
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return 2 * super().forward(x)
 
         model = build_network("vit", freeze="backbone").model
-        model.__class__ = Louder
-        assert "are not the output of its classifier on the pre-logits" in str(accepted(model, 32))
+        model.__class__ = WithScaledLogits
+        assert "are not the output of its classifier on the pre-logits" in str(
+            feature_input_error(model, 32)
+        )
 
-    def test_a_network_that_has_no_pre_logits_is_refused(self) -> None:
+    def test_rejects_features_that_are_not_one_vector(self) -> None:
         args = {**NETWORKS["vit"][1], "global_pool": ""}
         model = build_network("vit", freeze="backbone", args=args).model
-        assert "not one vector per image" in str(accepted(model, 32))
+        assert "not one vector per image" in str(feature_input_error(model, 32))
 
 
-def test_the_last_layers_are_the_linear_ones() -> None:
+def test_linear_classifier_names() -> None:
     assert linear_classifier_names(build_network("vit").model) == ["head"]
     assert linear_classifier_names(build_network("convnext").model) == ["head.fc"]
     assert linear_classifier_names(build_network("distilled").model) == ["head", "head_dist"]

@@ -1,4 +1,4 @@
-"""models/weights/load.py: position embeddings at any size, and all of the weights or none."""
+"""models/weights/load.py: position embeddings of any size; loads all weights or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from finetune.models.build import build_model
 from finetune.models.weights.resize_posemb import resize_posemb
 
-# timm's own interpolation of relative positions
+# warnings of timm's interpolation of relative positions
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),
     pytest.mark.filterwarnings("ignore:.*searchsorted"),
@@ -32,44 +32,48 @@ pytestmark = [
 class TestImageSize:
     @pytest.mark.parametrize("key", ["vit", "vit_average", "distilled", "registers", "beit"])
     @pytest.mark.parametrize("size", [48, 24, (48, 32)])
-    def test_timms_resizing_is_timms(
+    def test_posemb_timm_equals_timm(
         self, key: str, size: int | tuple[int, int], tmp_path: Path
     ) -> None:
         folder = save_random_network(tmp_path, key)
-        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=size)
+        timm_model = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=size)
         ours = build_model(folder, image_size=size, posemb="timm")
         x = random_images(size)
-        assert torch.equal(compute_logits(plain, x), compute_logits(ours.model, x))
+        assert torch.equal(compute_logits(timm_model, x), compute_logits(ours.model, x))
 
     @pytest.mark.parametrize(
         "key", ["vit", "vit_average", "distilled", "registers", "cait", "representation"]
     )
     @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (6, 4), (2, 8)])
-    def test_the_papers_resizing(self, key: str, grid: tuple[int, int], tmp_path: Path) -> None:
+    def test_posemb_paper_equals_the_paper(
+        self, key: str, grid: tuple[int, int], tmp_path: Path
+    ) -> None:
         folder = save_random_network(tmp_path, key)
-        before = load_file(f"{folder}/model.safetensors")["pos_embed"]
-        made = build_model(folder, image_size=(8 * grid[0], 8 * grid[1]))
-        after = made.model.pos_embed
-        num_prefix = before.shape[1] - 16
-        counts = {"vit": 1, "vit_average": 1, "representation": 1, "distilled": 2}
-        assert num_prefix == counts.get(key, 0)
-        assert torch.equal(after, resize_posemb(before, grid, num_prefix_tokens=num_prefix))
-        assert made.provenance["posemb"] == "paper"
-        assert made.preprocessing.image_size == (8 * grid[0], 8 * grid[1])
-        assert compute_logits(made.model, random_images(made.preprocessing.image_size)).any()
+        source_table = load_file(f"{folder}/model.safetensors")["pos_embed"]
+        built = build_model(folder, image_size=(8 * grid[0], 8 * grid[1]))
+        resized_table = built.model.pos_embed
+        num_prefix_tokens = source_table.shape[1] - 16
+        num_prefix_by_key = {"vit": 1, "vit_average": 1, "representation": 1, "distilled": 2}
+        assert num_prefix_tokens == num_prefix_by_key.get(key, 0)
+        assert torch.equal(
+            resized_table, resize_posemb(source_table, grid, num_prefix_tokens=num_prefix_tokens)
+        )
+        assert built.provenance["posemb"] == "paper"
+        assert built.preprocessing.image_size == (8 * grid[0], 8 * grid[1])
+        assert compute_logits(built.model, random_images(built.preprocessing.image_size)).any()
 
-    def test_from_oblong_to_square_and_back(self, tmp_path: Path) -> None:
+    def test_oblong_position_grids(self, tmp_path: Path) -> None:
         oblong = build_model(save_random_network(tmp_path, "vit"), image_size=(16, 72))
         folder = save_network(tmp_path / "oblong", oblong)
-        kept = build_model(folder)
-        assert kept.preprocessing.image_size == (16, 72)
-        assert torch.equal(kept.model.pos_embed, oblong.model.pos_embed)
-        # 2 x 9 patches; and 3 x 6 are as many, but not the same.
-        other = build_model(folder, image_size=(24, 48))
+        reloaded = build_model(folder)
+        assert reloaded.preprocessing.image_size == (16, 72)
+        assert torch.equal(reloaded.model.pos_embed, oblong.model.pos_embed)
+        # 2 x 9 and 3 x 6 patches are equally many, but not the same grid.
+        resized = build_model(folder, image_size=(24, 48))
         expected = resize_posemb(oblong.model.pos_embed, (3, 6), source_grid=(2, 9))
-        assert torch.equal(other.model.pos_embed, expected)
+        assert torch.equal(resized.model.pos_embed, expected)
 
-    def test_relative_positions_are_timms_affair(
+    def test_timm_resizes_relative_positions(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder = save_random_network(tmp_path, "swin")
@@ -77,85 +81,89 @@ class TestImageSize:
         ours = build_model(folder, image_size=64, args=args)
         assert ours.provenance["posemb"] == "timm"
         assert "does not apply" in caplog.text
-        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, **args)
+        timm_model = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, **args)
         x = random_images(64)
-        assert torch.equal(compute_logits(plain, x), compute_logits(ours.model, x))
+        assert torch.equal(compute_logits(timm_model, x), compute_logits(ours.model, x))
 
     @pytest.mark.parametrize("key", ["swin", "convnext", "resnet", "byobnet", "cait", "shiftvit"])
-    def test_every_network_moves_to_another_size(self, key: str, tmp_path: Path) -> None:
+    def test_every_network_loads_at_another_size(self, key: str, tmp_path: Path) -> None:
         size = NETWORKS[key][3]
-        made = build_model(save_random_network(tmp_path, key), image_size=size)
-        assert compute_logits(made.model, random_images(size)).shape == (2, 5)
-        assert made.preprocessing.image_size == (size, size)
+        built = build_model(save_random_network(tmp_path, key), image_size=size)
+        assert compute_logits(built.model, random_images(size)).shape == (2, 5)
+        assert built.preprocessing.image_size == (size, size)
 
 
 class TestLoading:
-    def test_a_missing_head_is_no_error(self, tmp_path: Path) -> None:
+    def test_a_missing_head_is_an_error_only_without_num_classes(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
         state = load_file(f"{folder}/model.safetensors")
         del state["head.weight"], state["head.bias"]
         save_file(state, f"{folder}/model.safetensors")
-        made = build_model(folder, num_classes=7)
-        assert torch.equal(made.model.cls_token, state["cls_token"])
+        built = build_model(folder, num_classes=7)
+        assert torch.equal(built.model.cls_token, state["cls_token"])
         with refused("weights.missing_tensors", "2 missing: head.weight, head.bias"):
             build_model(folder)
 
-    def test_weights_that_never_had_a_head(self, tmp_path: Path) -> None:
-        made = build_network("vit", num_classes=0, head_init="default")
-        folder = save_network(tmp_path / "none", made, class_names=[])
+    def test_weights_of_a_network_without_a_head(self, tmp_path: Path) -> None:
+        built = build_network("vit", num_classes=0, head_init="default")
+        folder = save_network(tmp_path / "none", built, class_names=[])
         assert build_model(folder, num_classes=3).model.get_submodule("head").weight.shape == (
             3,
             32,
         )
         assert compute_logits(build_model(folder).model, random_images(32)).shape == (2, 32)
 
-    def test_missing_tensors(self, tmp_path: Path) -> None:
+    def test_rejects_missing_tensors(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
         state = load_file(f"{folder}/model.safetensors")
-        removed = [k for k in state if k.startswith("blocks.1.")]
+        removed = [name for name in state if name.startswith("blocks.1.")]
         for key in removed:
             del state[key]
         save_file(state, f"{folder}/model.safetensors")
         with refused("weights.missing_tensors", f"{len(removed)} missing: blocks.1.norm1"):
             build_model(folder, num_classes=5)
 
-    def test_shapes_that_do_not_fit(self, tmp_path: Path) -> None:
+    def test_rejects_wrong_shapes(self, tmp_path: Path) -> None:
         with refused("weights.wrong_shape", "cls_token (1, 1, 32) for (1, 1, 48)") as caught:
             build_model(save_random_network(tmp_path, "vit"), num_classes=5, args={"embed_dim": 48})
         assert str(caught.value).count(" for (") == 3
 
-    def test_tensors_of_another_network(self, tmp_path: Path) -> None:
+    def test_rejects_tensors_of_another_network(self, tmp_path: Path) -> None:
         path = f"{save_random_network(tmp_path, 'resnet')}/model.safetensors"
         with refused("weights.missing_tensors", " missing: cls_token", "not of this network: "):
             build_model(
                 path, num_classes=5, args={"architecture": "vit_tiny_patch16_224", **TINY_ARGS}
             )
 
-    def test_half_precision_weights(self, tmp_path: Path) -> None:
+    def test_converts_half_precision_weights(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
         state = load_file(f"{folder}/model.safetensors")
-        halves = {k: v.half() for k, v in state.items()}
+        halves = {name: tensor.half() for name, tensor in state.items()}
         save_file(halves, f"{folder}/model.safetensors")
-        made = build_model(folder, num_classes=5)
-        assert all(p.dtype == torch.float32 for p in made.model.parameters())
-        assert torch.equal(made.model.cls_token, halves["cls_token"].float())
+        built = build_model(folder, num_classes=5)
+        assert all(parameter.dtype == torch.float32 for parameter in built.model.parameters())
+        assert torch.equal(built.model.cls_token, halves["cls_token"].float())
 
-    def test_another_patch_size_is_resampled_by_timm(self, tmp_path: Path) -> None:
+    def test_timm_resamples_another_patch_size(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
-        made = build_model(folder, image_size=64, args={"patch_size": 4})
-        before = load_file(f"{folder}/model.safetensors")["pos_embed"]
-        assert made.provenance["posemb"] == "paper"
-        assert torch.equal(made.model.pos_embed, resize_posemb(before, (16, 16)))
-        assert made.model.patch_embed.proj.weight.shape == (32, 3, 4, 4)
-        plain = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, patch_size=4)
-        ours, theirs = made.model.state_dict(), plain.state_dict()
-        different = [k for k in ours if not torch.equal(ours[k], theirs[k])]
+        built = build_model(folder, image_size=64, args={"patch_size": 4})
+        source_table = load_file(f"{folder}/model.safetensors")["pos_embed"]
+        assert built.provenance["posemb"] == "paper"
+        assert torch.equal(built.model.pos_embed, resize_posemb(source_table, (16, 16)))
+        assert built.model.patch_embed.proj.weight.shape == (32, 3, 4, 4)
+        timm_model = timm.create_model(
+            f"local-dir:{folder}", pretrained=True, img_size=64, patch_size=4
+        )
+        our_state, timm_state = built.model.state_dict(), timm_model.state_dict()
+        different = [
+            name for name in our_state if not torch.equal(our_state[name], timm_state[name])
+        ]
         assert different == ["pos_embed"]
 
-    def test_another_patch_size_and_another_shape(self, tmp_path: Path) -> None:
+    def test_another_patch_size_and_grid_shape(self, tmp_path: Path) -> None:
         oblong = build_model(save_random_network(tmp_path, "vit"), image_size=(16, 72))
         folder = save_network(tmp_path / "oblong", oblong)
-        # 2 x 9 patches become 3 x 6: as many, so that timm would take ours for the source's.
-        made = build_model(folder, image_size=(12, 24), args={"patch_size": 4})
+        # 2 x 9 patches become 3 x 6: the same number, so timm would not resize the table.
+        built = build_model(folder, image_size=(12, 24), args={"patch_size": 4})
         expected = resize_posemb(oblong.model.pos_embed, (3, 6), source_grid=(2, 9))
-        assert torch.equal(made.model.pos_embed, expected)
+        assert torch.equal(built.model.pos_embed, expected)

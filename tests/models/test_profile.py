@@ -1,4 +1,4 @@
-"""models/summary.py: counts against arithmetic by hand, and the network left as it was."""
+"""models/summary.py: counts equal hand-computed values, and the network stays unchanged."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from finetune.models.summary import blocks_per_stage, count_parameters, summariz
 WIDTH, DEPTH, MLP, PATCH, CLASSES = 32, 2, 128, 8, 5
 
 
-def test_macs_of_a_vit_are_what_a_hand_computes() -> None:
-    """Also with attention's own two products, which grow with the square of the tokens."""
-    patches, tokens = 4 * 6, 4 * 6 + 1
-    embedding = patches * WIDTH * 3 * PATCH**2
-    attention = tokens * WIDTH * 4 * WIDTH + 2 * tokens**2 * WIDTH
-    block = attention + 2 * tokens * WIDTH * MLP
-    made = build_network("vit", image_size=(32, 48))
+def test_macs_of_a_vit_equal_the_formula() -> None:
+    """Includes the two attention products, which grow with the square of the token count."""
+    num_patches, num_tokens = 4 * 6, 4 * 6 + 1
+    patch_embed_macs = num_patches * WIDTH * 3 * PATCH**2
+    attention_macs = num_tokens * WIDTH * 4 * WIDTH + 2 * num_tokens**2 * WIDTH
+    block_macs = attention_macs + 2 * num_tokens * WIDTH * MLP
+    built = build_network("vit", image_size=(32, 48))
     for device in ("cpu", "meta"):
         for fused in (True, False):
-            for layer in made.model.modules():
+            for layer in built.model.modules():
                 if hasattr(layer, "fused_attn"):
                     layer.fused_attn = fused  # type: ignore[assignment]
-            counted = summarize_model(made.model.eval().to(device), (32, 48))["macs"]
-            assert counted == embedding + DEPTH * block + WIDTH * CLASSES
+            macs = summarize_model(built.model.eval().to(device), (32, 48))["macs"]
+            assert macs == patch_embed_macs + DEPTH * block_macs + WIDTH * CLASSES
 
 
 def test_layers_add_up_to_the_network() -> None:
     for key in ("vit", "distilled", "swin", "convnext", "resnet", "beit", "cait"):
         model = build_network(key).model.eval()
-        found = summarize_model(model, (64, 64) if key in ("convnext", "resnet") else (32, 32))
-        rows = found["layers"]
-        assert sum(row["parameters"] for row in rows) == count_parameters(model.parameters()), key
-        assert sum(row["macs"] for row in rows) == found["macs"] > 0, key
+        summary = summarize_model(model, (64, 64) if key in ("convnext", "resnet") else (32, 32))
+        layers = summary["layers"]
+        assert sum(layer["parameters"] for layer in layers) == count_parameters(
+            model.parameters()
+        ), key
+        assert sum(layer["macs"] for layer in layers) == summary["macs"] > 0, key
 
 
 def test_rows_of_a_vit() -> None:
@@ -63,9 +65,9 @@ def test_rows_of_a_vit() -> None:
         ("swin", 64, [8, 8], 0),
     ],
 )
-def test_tokens(key: str, total: int, grid: list[int], prefix: int) -> None:
-    found = summarize_model(build_network(key).model.eval(), (32, 32))["tokens"]
-    assert found == {"total": total, "grid": grid, "prefix": prefix}
+def test_token_counts(key: str, total: int, grid: list[int], prefix: int) -> None:
+    tokens = summarize_model(build_network(key).model.eval(), (32, 32))["tokens"]
+    assert tokens == {"total": total, "grid": grid, "prefix": prefix}
 
 
 @pytest.mark.parametrize(
@@ -87,15 +89,17 @@ def test_tokens_and_blocks_of_other_families(name: str, total: int | None, block
     assert blocks_per_stage(model) == blocks
 
 
-def test_it_leaves_the_network_as_it_was() -> None:
+def test_does_not_change_the_network() -> None:
     model = build_network("vit", freeze="backbone").model.eval()
-    learned = [name for name, p in model.named_parameters() if p.requires_grad]
-    before = compute_logits(model, x := random_images(32))
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    expected = compute_logits(model, x := random_images(32))
     summarize_model(model, (32, 32))
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == learned
-    assert learned == ["head.weight", "head.bias"]
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert torch.equal(compute_logits(model, x), before)
+    assert [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    ] == trainable
+    assert trainable == ["head.weight", "head.bias"]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(compute_logits(model, x), expected)
 
 
 def test_a_shared_tensor_counts_once() -> None:

@@ -1,4 +1,4 @@
-"""models/weights/rename.py: foreign names become timm's, and wrong patterns are refused."""
+"""models/weights/rename.py: other names become timm's names; wrong patterns are errors."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ NAME = "vit_tiny_patch16_224"
 ARGS = {"architecture": NAME, **SMALL_VIT_ARGS}
 
 
-def state_of(*names: str) -> dict[str, Tensor]:
+def state_with_names(*names: str) -> dict[str, Tensor]:
     return {name: torch.full((2,), float(index)) for index, name in enumerate(names)}
 
 
-class TestRenamed:
-    def test_patterns_follow_one_another(self) -> None:
-        state = state_of("net.bn1.weight", "net.bn2.weight", "net.fc.bias")
+class TestRenameTensors:
+    def test_applies_patterns_in_order(self) -> None:
+        state = state_with_names("net.bn1.weight", "net.bn2.weight", "net.fc.bias")
         rename = {r"^net\.": "", "bn2": "bn3", "bn1": "bn2", r"^(f)(c)": r"\2\1"}
         result = rename_tensors(state, rename, source="w.pth")
         assert list(result) == ["bn2.weight", "bn3.weight", "cf.bias"]
-        assert all(one is other for one, other in zip(result.values(), state.values(), strict=True))
+        assert all(
+            renamed is original
+            for renamed, original in zip(result.values(), state.values(), strict=True)
+        )
 
     @pytest.mark.parametrize(
-        "names, rename, named",
+        "names, rename, expected_texts",
         [
             (["net.a"], {"^nut": ""}, ["'^nut'", "net.a"]),
             (["a.weight", "b.weight"], {"^[ab]": "c"}, ["a.weight", "b.weight", "c.weight"]),
-            # in the order of test_patterns_follow_one_another both keep a name of their own
+            # in the order of test_applies_patterns_in_order both names stay distinct
             (
                 ["net.bn1.weight", "net.bn2.weight"],
                 {r"^net\.": "", "bn1": "bn2", "bn2": "bn3"},
@@ -47,47 +50,62 @@ class TestRenamed:
             (["bn.weight"], {"weight": "bias"}, ["bn.weight", "bn.bias"]),
         ],
     )
-    def test_what_is_refused(
-        self, names: list[str], rename: dict[str, str], named: list[str]
+    def test_rejects_wrong_patterns(
+        self, names: list[str], rename: dict[str, str], expected_texts: list[str]
     ) -> None:
-        with refused("weights.wrong_rename", "w.pth", "model.rename", *named):
-            rename_tensors(state_of(*names), rename, source="w.pth")
+        with refused("weights.wrong_rename", "w.pth", "model.rename", *expected_texts):
+            rename_tensors(state_with_names(*names), rename, source="w.pth")
 
-    def test_foreign_names_say_nothing_about_the_kind(self) -> None:
-        assert list(rename_tensors(state_of("bn.gamma"), {"gamma": "weight"}, source="")) == [
-            "bn.weight"
-        ]
+    def test_other_names_may_map_to_any_kind(self) -> None:
+        assert list(
+            rename_tensors(state_with_names("bn.gamma"), {"gamma": "weight"}, source="")
+        ) == ["bn.weight"]
 
-    def test_a_variance_below_zero(self) -> None:
+    def test_rejects_a_negative_variance(self) -> None:
         state = {"bn.moving": torch.tensor([1.0, -0.1])}
         with refused("weights.wrong_rename", "bn.moving", "bn.running_var"):
             rename_tensors(state, {"moving": "running_var"}, source="w.pth")
         assert rename_tensors({"bn.moving": torch.ones(2)}, {"moving": "running_var"}, source="")
 
 
-class TestMatched:
-    def test_shapes_in_order(self) -> None:
-        own = state_of("a.weight", "a.bias")
-        assert match_by_shape(state_of("x.weight", "x.bias"), own) == [
+class TestMatchByShape:
+    def test_matches_shapes_in_order(self) -> None:
+        timm_state = state_with_names("a.weight", "a.bias")
+        assert match_by_shape(state_with_names("x.weight", "x.bias"), timm_state) == [
             ("x.weight", "a.weight"),
             ("x.bias", "a.bias"),
         ]
 
-    def test_another_order_count_or_shape(self) -> None:
-        own = state_of("a.weight", "a.bias")
-        assert match_by_shape(state_of("x.bias", "x.weight"), own) == []
-        assert match_by_shape(state_of("x.weight"), own) == []
-        assert match_by_shape({**state_of("x.weight"), "x.bias": torch.zeros(3)}, own) == []
-        assert match_by_shape({**state_of("x.weight"), "x.bias": torch.zeros(2, 1)}, own) == []
+    def test_no_match_for_another_order_count_or_shape(self) -> None:
+        timm_state = state_with_names("a.weight", "a.bias")
+        assert match_by_shape(state_with_names("x.bias", "x.weight"), timm_state) == []
+        assert match_by_shape(state_with_names("x.weight"), timm_state) == []
+        assert (
+            match_by_shape({**state_with_names("x.weight"), "x.bias": torch.zeros(3)}, timm_state)
+            == []
+        )
+        assert (
+            match_by_shape(
+                {**state_with_names("x.weight"), "x.bias": torch.zeros(2, 1)}, timm_state
+            )
+            == []
+        )
 
-    def test_the_head_may_have_other_classes(self) -> None:
-        theirs, own = {"fc.weight": torch.zeros(9, 4)}, {"head.weight": torch.zeros(5, 4)}
-        assert match_by_shape(theirs, own) == []
-        assert match_by_shape(theirs, own, head_names=["head"]) == [("fc.weight", "head.weight")]
-        assert match_by_shape({"fc.weight": torch.zeros(9, 3)}, own, head_names=["head"]) == []
+    def test_the_head_may_have_another_number_of_classes(self) -> None:
+        other_state, timm_state = (
+            {"fc.weight": torch.zeros(9, 4)},
+            {"head.weight": torch.zeros(5, 4)},
+        )
+        assert match_by_shape(other_state, timm_state) == []
+        assert match_by_shape(other_state, timm_state, head_names=["head"]) == [
+            ("fc.weight", "head.weight")
+        ]
+        assert (
+            match_by_shape({"fc.weight": torch.zeros(9, 3)}, timm_state, head_names=["head"]) == []
+        )
 
 
-class TestPropose:
+class TestProposePatterns:
     @pytest.mark.parametrize(
         "pairs",
         [
@@ -96,24 +114,30 @@ class TestPropose:
             [("token", "cls_token"), ("position", "pos_embed"), ("n.gamma", "n.weight")],
         ],
     )
-    def test_what_it_makes_does_it(self, pairs: list[tuple[str, str]]) -> None:
+    def test_proposed_patterns_rename_correctly(self, pairs: list[tuple[str, str]]) -> None:
         result = rename_tensors(
-            state_of(*(a for a, _ in pairs)), propose_patterns(pairs), source=""
+            state_with_names(*(source_name for source_name, _ in pairs)),
+            propose_patterns(pairs),
+            source="",
         )
-        assert list(result) == [b for _, b in pairs]
+        assert list(result) == [target_name for _, target_name in pairs]
 
-    def test_names_that_change_places(self) -> None:
+    def test_rejects_swapped_names(self) -> None:
         with refused("weights.wrong_rename"):
             propose_patterns([("a.bias", "b.bias"), ("b.bias", "a.bias")])
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    """A network whose names somebody else gave, with three classes."""
+def foreign_weights(tmp_path: Path) -> Path:
+    """Save a network of three classes with other parameter names."""
     network = timm.create_model(NAME, num_classes=3, **SMALL_VIT_ARGS)
     path = tmp_path / "w.pth"
     torch.save(
-        {f"net.{k}".replace("qkv", "q_k_v"): v for k, v in network.state_dict().items()}, path
+        {
+            f"net.{name}".replace("qkv", "q_k_v"): tensor
+            for name, tensor in network.state_dict().items()
+        },
+        path,
     )
     return path
 
@@ -121,50 +145,50 @@ def foreign(tmp_path: Path) -> Path:
 RENAME = {r"^net\.": "", "q_k_v": "qkv"}
 
 
-class TestWeights:
-    def test_a_network_of_foreign_names(self, foreign: Path) -> None:
-        made = build_model(str(foreign), args=ARGS, rename=RENAME)
-        assert made.provenance["rename"] == RENAME
-        own = torch.load(foreign, weights_only=True)
+class TestBuildWithRename:
+    def test_loads_renamed_weights(self, foreign_weights: Path) -> None:
+        built = build_model(str(foreign_weights), args=ARGS, rename=RENAME)
+        assert built.provenance["rename"] == RENAME
+        state = torch.load(foreign_weights, weights_only=True)
         network = timm.create_model(NAME, num_classes=3, **SMALL_VIT_ARGS)
-        network.load_state_dict({renamed_key(k): v for k, v in own.items()})
+        network.load_state_dict({renamed_key(name): tensor for name, tensor in state.items()})
         x = torch.randn(2, 3, 32, 32)
-        assert torch.equal(compute_logits(made.model, x), compute_logits(network, x))
+        assert torch.equal(compute_logits(built.model, x), compute_logits(network, x))
 
-    def test_a_new_head_beside_renamed_weights(self, foreign: Path) -> None:
-        made = build_model(str(foreign), num_classes=7, args=ARGS, rename=RENAME)
-        assert made.model.get_submodule("head").weight.shape == (7, 16)
-        own = torch.load(foreign, weights_only=True)
-        assert torch.equal(made.model.state_dict()["pos_embed"], own["net.pos_embed"])
+    def test_new_head_with_renamed_weights(self, foreign_weights: Path) -> None:
+        built = build_model(str(foreign_weights), num_classes=7, args=ARGS, rename=RENAME)
+        assert built.model.get_submodule("head").weight.shape == (7, 16)
+        state = torch.load(foreign_weights, weights_only=True)
+        assert torch.equal(built.model.state_dict()["pos_embed"], state["net.pos_embed"])
 
-    def test_nothing_is_renamed_where_nothing_is_read(self, foreign: Path) -> None:
-        weights = resolve_weights(str(foreign), pretrained=False, args=ARGS, rename=RENAME)
+    def test_does_not_rename_without_pretrained_weights(self, foreign_weights: Path) -> None:
+        weights = resolve_weights(str(foreign_weights), pretrained=False, args=ARGS, rename=RENAME)
         assert weights.state is None
         assert "rename" not in weights.provenance
-        assert "rename" not in resolve_weights(str(foreign), args=ARGS).provenance
+        assert "rename" not in resolve_weights(str(foreign_weights), args=ARGS).provenance
 
     @pytest.mark.parametrize("num_classes", [None, 7])
-    def test_the_error_names_the_command_where_only_names_differ(
-        self, foreign: Path, num_classes: int | None
+    def test_error_names_the_command_if_only_names_differ(
+        self, foreign_weights: Path, num_classes: int | None
     ) -> None:
         command = f"python -m finetune.models.weights.rename FILE {NAME}"
         with refused("weights.other_names", "net.cls_token is cls_token", command):
-            build_model(str(foreign), num_classes=num_classes, args=ARGS)
+            build_model(str(foreign_weights), num_classes=num_classes, args=ARGS)
 
-    def test_a_file_in_another_order(self, foreign: Path) -> None:
-        state = torch.load(foreign, weights_only=True)
+    def test_tensors_in_another_order(self, foreign_weights: Path) -> None:
+        state = torch.load(foreign_weights, weights_only=True)
         names = list(state)
-        one, two = names.index("net.norm.weight"), names.index("net.norm.bias")
-        names[one], names[two] = names[two], names[one]
-        torch.save({name: state[name] for name in names}, foreign)
+        weight_index, bias_index = names.index("net.norm.weight"), names.index("net.norm.bias")
+        names[weight_index], names[bias_index] = names[bias_index], names[weight_index]
+        torch.save({name: state[name] for name in names}, foreign_weights)
         with refused("weights.missing_tensors", "model.name"):
-            build_model(str(foreign), args=ARGS)
-        # by their names they are right all the same
-        assert build_model(str(foreign), args=ARGS, rename=RENAME).provenance["rename"]
+            build_model(str(foreign_weights), args=ARGS)
+        # with a rename, tensors are matched by name
+        assert build_model(str(foreign_weights), args=ARGS, rename=RENAME).provenance["rename"]
 
-    def test_the_error_names_the_patterns_that_do_not_do(self, foreign: Path) -> None:
+    def test_error_names_insufficient_patterns(self, foreign_weights: Path) -> None:
         with refused("weights.missing_tensors", "model.rename", "blocks.0.attn.qkv.weight"):
-            build_model(str(foreign), args=ARGS, rename={r"^net\.": ""})
+            build_model(str(foreign_weights), args=ARGS, rename={r"^net\.": ""})
 
 
 def renamed_key(key: str) -> str:
@@ -172,38 +196,38 @@ def renamed_key(key: str) -> str:
 
 
 class TestMain:
-    def test_what_it_prints_renames(
+    def test_printed_patterns_rename_the_weights(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         network = timm.create_model("test_vit", num_classes=3)
-        own = network.state_dict()
+        state = network.state_dict()
         path = tmp_path / "w.pth"
-        torch.save({f"net.{k}": v for k, v in own.items()}, path)
+        torch.save({f"net.{name}": tensor for name, tensor in state.items()}, path)
         assert main([str(path), "test_vit"]) == 0
         rename = yaml.safe_load(capsys.readouterr().out)
-        made = build_model(str(path), args={"architecture": "test_vit"}, rename=rename)
-        assert classifier_names(made.model)
-        x = torch.randn(2, 3, *made.preprocessing.image_size)
-        assert torch.equal(compute_logits(made.model, x), compute_logits(network, x))
+        built = build_model(str(path), args={"architecture": "test_vit"}, rename=rename)
+        assert classifier_names(built.model)
+        x = torch.randn(2, 3, *built.preprocessing.image_size)
+        assert torch.equal(compute_logits(built.model, x), compute_logits(network, x))
 
     @pytest.mark.parametrize(
-        "words, code, named",
+        "argv, exit_code, expected_text",
         [
             (["w.pth"], 2, "python -m"),
             (["w.pth", "vit_tinny"], 2, "python -m"),
             (["missing.pth", NAME], 4, "missing.pth"),
-            (["w.pth", NAME], 4, NAME),  # shapes of 32 pixels and not 224
+            (["w.pth", NAME], 4, NAME),  # shapes for 32 pixels, not 224
         ],
     )
-    def test_what_it_refuses(
+    def test_error_exit_codes(
         self,
-        words: list[str],
-        code: int,
-        named: str,
-        foreign: Path,
+        argv: list[str],
+        exit_code: int,
+        expected_text: str,
+        foreign_weights: Path,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.chdir(foreign.parent)
-        assert main(words) == code
-        assert named in capsys.readouterr().err
+        monkeypatch.chdir(foreign_weights.parent)
+        assert main(argv) == exit_code
+        assert expected_text in capsys.readouterr().err

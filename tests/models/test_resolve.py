@@ -1,4 +1,4 @@
-"""models/weights/resolve.py: every place that weights come from, and wrong names."""
+"""models/weights/resolve.py: every source of weights, and wrong names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def folder(tmp_path: Path) -> Path:
     return write_timm_folder(tmp_path / "net")
 
 
-def edit(folder: Path, **changes: Any) -> None:
+def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 class TestFolder:
-    def test_everything_is_read(self, folder: Path) -> None:
+    def test_reads_config_names_and_weights(self, folder: Path) -> None:
         weights = resolve_weights(str(folder))
         assert weights.architecture == "vit_tiny_patch16_224"
         assert weights.model_args == SMALL_VIT_ARGS
@@ -39,14 +39,14 @@ class TestFolder:
         expected = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         assert weights.provenance["sha256"] == expected
         assert weights.state is not None
-        own = load_file(folder / "model.safetensors")
-        assert weights.state.keys() == own.keys()
-        assert all(torch.equal(weights.state[k], own[k]) for k in own)
+        state = load_file(folder / "model.safetensors")
+        assert weights.state.keys() == state.keys()
+        assert all(torch.equal(weights.state[name], state[name]) for name in state)
 
-    def test_timms_own_prefix_for_folders(self, folder: Path) -> None:
+    def test_local_dir_prefix_of_timm(self, folder: Path) -> None:
         assert resolve_weights(f"local-dir:{folder}").model_args == SMALL_VIT_ARGS
 
-    def test_a_run_directory_stands_for_its_model(self, tmp_path: Path, folder: Path) -> None:
+    def test_a_run_directory_resolves_to_its_model(self, tmp_path: Path, folder: Path) -> None:
         run = tmp_path / "run"
         run.mkdir()
         (run / "run.json").write_text("{}")
@@ -56,7 +56,7 @@ class TestFolder:
         assert locate_weights(str(run)) == run / "model"
         assert resolve_weights(str(run)).class_names == ["ant", "bee", "cat"]
 
-    def test_without_weights_only_the_configuration_is_read(self, folder: Path) -> None:
+    def test_reads_only_the_config_without_pretrained(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         weights = resolve_weights(str(folder), pretrained=False)
         assert weights.state is None
@@ -72,13 +72,13 @@ class TestFolder:
             ([], None),
         ],
     )
-    def test_class_names_in_other_forms(
+    def test_other_formats_of_class_names(
         self, folder: Path, names: Any, expected: list[str] | None
     ) -> None:
-        edit(folder, label_names=names)
+        edit_config(folder, label_names=names)
         assert resolve_weights(str(folder)).class_names == expected
 
-    def test_an_old_flat_configuration(self, folder: Path) -> None:
+    def test_legacy_flat_config(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         flat = {"architecture": config["architecture"], **config["pretrained_cfg"]}
         (folder / "config.json").write_text(json.dumps(flat))
@@ -88,7 +88,7 @@ class TestFolder:
 
 
 class TestNames:
-    """Beside the rows of tests/faults/test_bad_weights.py, which go through the command line."""
+    """Cases in addition to the command-line tests in tests/faults/test_bad_weights.py."""
 
     def test_embedded_weights_are_package_data(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,22 +101,26 @@ class TestNames:
         with refused("weights.unknown_name", "embedded:nett", "'net'"):
             resolve_weights("embedded:nett")
 
-    def test_an_architecture_without_weights(self) -> None:
+    def test_architecture_without_pretrained_weights(self) -> None:
         assert resolve_weights("test_vit4", pretrained=False).config["input_size"]
-        name = next(n for n in timm.list_models() if not timm.list_pretrained(f"{n}*"))
+        name = next(
+            architecture
+            for architecture in timm.list_models()
+            if not timm.list_pretrained(f"{architecture}*")
+        )
         with refused("weights.not_found", name, "model.pretrained=false"):
             resolve_weights(name)
 
 
 class TestFiles:
-    def test_safetensors_with_a_configuration_beside(self, folder: Path) -> None:
+    def test_safetensors_file_next_to_a_config(self, folder: Path) -> None:
         assert resolve_weights(str(folder / "model.safetensors")).class_names == [
             "ant",
             "bee",
             "cat",
         ]
 
-    def test_safetensors_alone_need_an_architecture(self, folder: Path) -> None:
+    def test_safetensors_file_alone_needs_an_architecture(self, folder: Path) -> None:
         (folder / "config.json").unlink()
         path = str(folder / "model.safetensors")
         with refused("weights.no_config", path, "model.args.architecture"):
@@ -126,7 +130,7 @@ class TestFiles:
         with refused("weights.unknown_name", "'vit_tiny_patch16_224'"):
             resolve_weights(path, args={"architecture": "vit_tiny_patch16_24"})
 
-    def test_code_is_refused_before_an_architecture_is_asked_for(self, tmp_path: Path) -> None:
+    def test_rejects_code_before_asking_for_an_architecture(self, tmp_path: Path) -> None:
         path = tmp_path / "alone.pth"
         torch.save({"x": Path.cwd}, path)
         with refused("weights.unsafe", "alone.pth"):

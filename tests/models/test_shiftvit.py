@@ -1,4 +1,4 @@
-"""models/architectures/shiftvit.py against plain loops; ShiftViT in builds, recipes and runs."""
+"""models/architectures/shiftvit.py against loops in NumPy; ShiftViT in builds, recipes and runs."""
 
 # B batch, H W tokens in a column and a row, C channels, K classes
 
@@ -41,50 +41,51 @@ from finetune.transforms.pipeline import Pipeline, sample_keys
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "shiftvit"
 NAME = "shiftvit_tiny_patch4_48"
-SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}  # the narrowest of the document's
+# the narrowest width that the document's shift allows
+SMALL: dict[str, Any] = {"embed_dim": 48, "depths": [1, 2]}
 
 Array = npt.NDArray[np.float64]
 SHIFT_FUNCTIONS = {"document": zero_edges, "paper": shift_channels}
 
 
-def network(shift: str, **kwargs: Any) -> Any:
+def make_network(shift: str, **kwargs: Any) -> Any:
     return timm.create_model(NAME, shift=shift, **{"num_classes": 5, **SMALL, **kwargs})
 
 
-def small(shift: str = "document", **kwargs: Any) -> BuiltModel:
+def build_small(shift: str = "document", **kwargs: Any) -> BuiltModel:
     args = {**SMALL, "shift": shift}
     return build_model(NAME, **{"num_classes": 5, "pretrained": False, "args": args, **kwargs})
 
 
-# --- plain references, one value after the other ------------------------------------------------
+# --- reference implementations with loops -------------------------------------------------------
 
 
-def shifted(x_HWC: Array, shift: str, num_div: int = 12) -> Array:
-    """One image after the shift."""
+def reference_shift(x_HWC: Array, shift: str, num_div: int = 12) -> Array:
+    """Shift the channels of one image."""
     height, width, channels = x_HWC.shape
-    each = num_div if shift == "document" else channels // num_div
+    group_width = num_div if shift == "document" else channels // num_div
     out = np.zeros_like(x_HWC)
     for row in range(height):
         for column in range(width):
             for channel in range(channels):
-                group = channel // each
-                # the place that a value of this group comes from, when it moves
+                group = channel // group_width
+                # the position that a value of this group moves from
                 source = {
                     0: (row, column + 1),
                     1: (row, column - 1),
                     2: (row + 1, column),
                     3: (row - 1, column),
                 }.get(group, (row, column))
-                inside = 0 <= source[0] < height and 0 <= source[1] < width
+                is_inside = 0 <= source[0] < height and 0 <= source[1] < width
                 if shift == "document":
                     source = (row, column)
-                if inside:
+                if is_inside:
                     out[row, column, channel] = x_HWC[source[0], source[1], channel]
     return out
 
 
-def blocked(x_HWC: Array, size: int, kernel_OIHW: Array) -> Array:
-    """Each size x size block of places times the kernel; beyond the edge there are zeros."""
+def reference_patch_conv(x_HWC: Array, size: int, kernel_OIHW: Array) -> Array:
+    """Multiply each size x size block by the kernel; pad with zeros beyond the edge."""
     height, width = (math.ceil(side / size) for side in x_HWC.shape[:2])
     out = np.zeros((height, width, len(kernel_OIHW)))
     for row in range(height):
@@ -97,28 +98,32 @@ def blocked(x_HWC: Array, size: int, kernel_OIHW: Array) -> Array:
     return out
 
 
-def reference(model: nn.Module, image_CHW: Array, shift: str, depths: list[int]) -> Array:
-    """The logits of one image."""
-    p = {name: value.detach().numpy() for name, value in model.state_dict().items()}
-    x = blocked(image_CHW.transpose(1, 2, 0), 4, p["patch_embed.proj.weight"])
-    x = x + p["patch_embed.proj.bias"]
+def reference_logits(model: nn.Module, image_CHW: Array, shift: str, depths: list[int]) -> Array:
+    """Compute the logits of one image."""
+    weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    x = reference_patch_conv(image_CHW.transpose(1, 2, 0), 4, weights["patch_embed.proj.weight"])
+    x = x + weights["patch_embed.proj.bias"]
     for stage, depth in enumerate(depths):
         name = f"stages.{stage}.downsample"
         if stage:
-            x = blocked(layer_norm(x, p, f"{name}.norm"), 2, p[f"{name}.reduction.weight"])
+            x = reference_patch_conv(
+                layer_norm(x, weights, f"{name}.norm"), 2, weights[f"{name}.reduction.weight"]
+            )
         for block in range(depth):
             name = f"stages.{stage}.blocks.{block}"
-            x = shifted(x, shift)
-            inner = gelu(linear(layer_norm(x, p, f"{name}.norm"), p, f"{name}.mlp.fc1"))
-            x = x + linear(inner, p, f"{name}.mlp.fc2")
-    return linear(x.mean((0, 1)), p, "head.fc")
+            x = reference_shift(x, shift)
+            hidden = gelu(
+                linear(layer_norm(x, weights, f"{name}.norm"), weights, f"{name}.mlp.fc1")
+            )
+            x = x + linear(hidden, weights, f"{name}.mlp.fc2")
+    return linear(x.mean((0, 1)), weights, "head.fc")
 
 
 # --- the network --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", SHIFT_VERSIONS)
-def test_it_has_exactly_as_many_parameters(shift: str) -> None:
+def test_number_of_parameters(shift: str) -> None:
     model = timm.create_model(NAME, num_classes=10, shift=shift)
     count = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
     assert count(model) == 11_690_602
@@ -136,39 +141,41 @@ def test_it_has_exactly_as_many_parameters(shift: str) -> None:
 
 @pytest.mark.parametrize("shift", SHIFT_VERSIONS)
 @pytest.mark.parametrize("size", [(3, 4), (5, 2), (1, 3), (2, 1), (1, 1)])
-def test_the_shift_is_the_loop(shift: str, size: tuple[int, int]) -> None:
+def test_shift_equals_the_reference(shift: str, size: tuple[int, int]) -> None:
     x_BHWC = torch.randn(2, *size, 50)
-    kept = x_BHWC.clone()
+    original = x_BHWC.clone()
     result = SHIFT_FUNCTIONS[shift](x_BHWC, 12)
-    expected = [shifted(x.numpy(), shift, num_div=12 if shift == "document" else 4) for x in x_BHWC]
+    expected = [
+        reference_shift(x.numpy(), shift, num_div=12 if shift == "document" else 4) for x in x_BHWC
+    ]
     assert torch.equal(result, torch.from_numpy(np.stack(expected)))
-    assert torch.equal(x_BHWC, kept)
+    assert torch.equal(x_BHWC, original)
 
 
-def test_the_document_moves_nothing() -> None:
+def test_document_shift_only_zeros_the_edges() -> None:
     x_BHWC = torch.rand(1, 4, 4, 60) + 1
     cleared = zero_edges(x_BHWC, 12)
     assert torch.equal(cleared[cleared != 0], x_BHWC[cleared != 0])
-    places = [(cleared[0, :, :, 12 * group] == 0).nonzero().tolist() for group in range(5)]
-    line = range(4)
-    assert places[0] == [[row, 3] for row in line]  # the last column
-    assert places[1] == [[row, 0] for row in line]
-    assert places[2] == [[3, column] for column in line]  # the last row
-    assert places[3] == [[0, column] for column in line]
-    assert places[4] == []
+    zeros_by_group = [(cleared[0, :, :, 12 * group] == 0).nonzero().tolist() for group in range(5)]
+    indices = range(4)
+    assert zeros_by_group[0] == [[row, 3] for row in indices]  # the last column
+    assert zeros_by_group[1] == [[row, 0] for row in indices]
+    assert zeros_by_group[2] == [[3, column] for column in indices]  # the last row
+    assert zeros_by_group[3] == [[0, column] for column in indices]
+    assert zeros_by_group[4] == []
 
 
-def test_the_paper_moves_in_four_directions() -> None:
+def test_paper_shift_moves_in_four_directions() -> None:
     x_BHWC = torch.zeros(1, 3, 3, 5)
     x_BHWC[0, 1, 1] = 1.0
-    places = shift_channels(x_BHWC, 1)[0].nonzero().tolist()
+    positions = shift_channels(x_BHWC, 1)[0].nonzero().tolist()
     # left, right, up, down and not at all
-    assert sorted(places, key=lambda place: place[2]) == [
+    assert sorted(positions, key=lambda position: position[2]) == [
         [1, 0, 0], [1, 2, 1], [0, 1, 2], [2, 1, 3], [1, 1, 4],
     ]  # fmt: skip
 
 
-def test_how_many_channels_each_block_shifts() -> None:
+def test_number_of_shifted_channels() -> None:
     widths = {
         shift: [
             stage.blocks[0].group_width for stage in timm.create_model(NAME, shift=shift).stages
@@ -179,16 +186,16 @@ def test_how_many_channels_each_block_shifts() -> None:
 
 
 @pytest.mark.parametrize("shift", SHIFT_VERSIONS)
-def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
+def test_logits_equal_the_reference(shift: str) -> None:
     depths = [2, 1, 1]
-    model = network(shift, depths=depths).double().eval()
+    model = make_network(shift, depths=depths).double().eval()
     torch.manual_seed(1)
     for parameter in model.parameters():  # biases and norms too
         nn.init.normal_(parameter, std=0.1)
-    # sides of 5 and 7 tokens, then 3 and 4, then 2 and 2: odd ones on either axis
+    # grids of 5 x 7, 3 x 4 and 2 x 2 tokens: odd sides on both axes
     images_BCHW = torch.rand(2, 3, 20, 28, dtype=torch.float64)
-    images_BCHW[1] /= 50  # so that the norms' epsilon shows
-    expected = [reference(model, image.numpy(), shift, depths) for image in images_BCHW]
+    images_BCHW[1] /= 50  # small values, so that the epsilon of the norms matters
+    expected = [reference_logits(model, image.numpy(), shift, depths) for image in images_BCHW]
     logits_BK = compute_logits(model, images_BCHW).numpy()
     assert np.abs(expected[0] - expected[1]).max() > 1e-3
     # float64 rounding; tanh for erf, or another epsilon, is off by more than 1e-6
@@ -198,68 +205,71 @@ def test_the_logits_are_those_of_plain_loops(shift: str) -> None:
 def drop_rates(shift: str) -> list[list[float]]:
     model = timm.create_model(NAME, shift=shift, drop_path_rate=0.2)
     return [
-        [getattr(b.drop_path, "drop_prob", 0.0) for b in stage.blocks] for stage in model.stages
+        [getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks]
+        for stage in model.stages
     ]
 
 
-def test_where_stochastic_depth_grows() -> None:
+def test_drop_path_rates_by_block() -> None:
     document, paper = drop_rates("document"), drop_rates("paper")
     assert document == [
-        pytest.approx([0.2 * place / (depth - 1) for place in range(depth)])
+        pytest.approx([0.2 * index / (depth - 1) for index in range(depth)])
         for depth in (2, 4, 8, 2)
     ]
     assert [len(stage) for stage in paper] == [2, 4, 8, 2]
-    whole = [rate for stage in paper for rate in stage]
-    assert whole == pytest.approx([0.2 * place / 15 for place in range(16)])
+    all_rates = [rate for stage in paper for rate in stage]
+    assert all_rates == pytest.approx([0.2 * index / 15 for index in range(16)])
 
 
-def test_stochastic_depth_leaves_out_whole_samples() -> None:
-    block = network("document", drop_path_rate=0.5).stages[1].blocks[1]
+def test_drop_path_drops_whole_samples() -> None:
+    block = make_network("document", drop_path_rate=0.5).stages[1].blocks[1]
     x_BHWC = torch.randn(64, 3, 3, 96)
-    start = zero_edges(x_BHWC, 12)
+    shifted = zero_edges(x_BHWC, 12)
     with torch.no_grad():
-        change = block.eval()(x_BHWC) - start
+        residual = block.eval()(x_BHWC) - shifted
         torch.manual_seed(0)
-        trained = block.train()(x_BHWC) - start
-    left_out = [bool(torch.equal(row, torch.zeros_like(row))) for row in trained]
-    assert 20 < sum(left_out) < 44
-    rest = [row for row, out in enumerate(left_out) if not out]
-    assert torch.allclose(trained[rest], 2 * change[rest], atol=1e-5)
+        residual_in_training = block.train()(x_BHWC) - shifted
+    is_dropped = [
+        bool(torch.equal(sample, torch.zeros_like(sample))) for sample in residual_in_training
+    ]
+    assert 20 < sum(is_dropped) < 44
+    kept_rows = [sample for sample, dropped in enumerate(is_dropped) if not dropped]
+    assert torch.allclose(residual_in_training[kept_rows], 2 * residual[kept_rows], atol=1e-5)
 
 
-def test_dropout_follows_both_layers_of_the_mlp() -> None:
-    mlp = network("document", proj_drop_rate=0.2).stages[0].blocks[0].mlp
+def test_dropout_after_both_mlp_layers() -> None:
+    mlp = make_network("document", proj_drop_rate=0.2).stages[0].blocks[0].mlp
     assert [mlp.drop1.p, mlp.drop2.p] == [0.2, 0.2]
-    assert network("document", drop_rate=0.3).head.drop.p == 0.3
+    assert make_network("document", drop_rate=0.3).head.drop.p == 0.3
 
 
-def test_values_that_do_not_go_together_are_refused() -> None:
+def test_rejects_conflicting_values() -> None:
     with refused("recipe.unknown_name", "shift", "'papr'", "'paper'"):
-        network("papr")
-    for shift, args, named in [
+        make_network("papr")
+    for shift, args, expected_texts in [
         ("document", {"embed_dim": 36}, ["embed_dim: 36", "num_div=12"]),
         ("document", {"embed_dim": 100}, ["embed_dim: 100", "num_div=12"]),
         ("paper", {"num_div": 3}, ["num_div: 3 groups", "48 channels"]),
         ("paper", {"num_div": 49}, ["num_div: 49 groups", "from 4 to 48"]),
     ]:
-        with refused("recipe.conflict", *named):
-            network(shift, **args)
+        with refused("recipe.conflict", *expected_texts):
+            make_network(shift, **args)
     with refused("recipe.wrong_value", "model.args", "'papr'", "'paper'"):
-        small("papr")
+        build_small("papr")
 
 
 # --- built, saved and trained -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", SHIFT_VERSIONS)
-def test_what_timm_asks_of_a_network(shift: str) -> None:
-    model = network(shift).eval()
+def test_timm_model_interface(shift: str) -> None:
+    model = make_network(shift).eval()
     x = random_images(48)
     with torch.no_grad():
         features_BHWC = model.forward_features(x)
         pooled = model.forward_head(features_BHWC, pre_logits=True)
         assert features_BHWC.shape == (2, 6, 6, 96)
-        assert torch.allclose(pooled, features_BHWC.mean((1, 2)), atol=1e-6)  # and no norm
+        assert torch.allclose(pooled, features_BHWC.mean((1, 2)), atol=1e-6)  # without a norm
         assert torch.equal(model(x), model.get_classifier()(pooled))
     assert model.num_classes == 5
     assert model.num_features == model.head_hidden_size == 96
@@ -271,35 +281,43 @@ def test_what_timm_asks_of_a_network(shift: str) -> None:
     model.reset_classifier(0, global_pool="")
     assert compute_logits(model, x).shape == (2, 6, 6, 96)
     assert model.no_weight_decay() == set()
-    assert [place["num_chs"] for place in model.feature_info] == [48, 96]
-    assert [place["reduction"] for place in model.feature_info] == [4, 8]
+    assert [info["num_chs"] for info in model.feature_info] == [48, 96]
+    assert [info["reduction"] for info in model.feature_info] == [4, 8]
 
 
 def test_freezing() -> None:
     def trainable(freeze: str | int) -> set[str]:
-        model = small(freeze=freeze).model
-        return {name for name, p in model.named_parameters() if p.requires_grad}
+        model = build_small(freeze=freeze).model
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    everything = trainable("none")
+    all_names = trainable("none")
     assert trainable("backbone") == {"head.fc.weight", "head.fc.bias"}
     stem = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
-    assert everything - trainable(0) == stem
-    first = {name for name in everything if name.startswith("stages.0.")}
-    assert len(first) == 6
-    assert everything - trainable(1) == stem | first
-    # merging is frozen with the block that follows it
-    second = {n for n in everything if n.startswith(("stages.1.downsample", "stages.1.blocks.0."))}
-    assert everything - trainable(2) == stem | first | second
+    assert all_names - trainable(0) == stem
+    first_stage = {name for name in all_names if name.startswith("stages.0.")}
+    assert len(first_stage) == 6
+    assert all_names - trainable(1) == stem | first_stage
+    # downsampling is frozen together with the following block
+    second_stage_start = {
+        name for name in all_names if name.startswith(("stages.1.downsample", "stages.1.blocks.0."))
+    }
+    assert all_names - trainable(2) == stem | first_stage | second_stage_start
     with refused("recipe.wrong_value", "model.freeze: 4 blocks, but the network has 3"):
         trainable(4)
 
 
-def test_the_rate_falls_from_block_to_block() -> None:
-    model = small().model
+def test_layer_decay() -> None:
+    model = build_small().model
     groups = param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    scales = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
-    decays = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    scales = {
+        names[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]
+    }
+    decays = {
+        names[id(parameter)]: group["weight_decay"]
+        for group in groups
+        for parameter in group["params"]
+    }
     assert scales["head.fc.weight"] == 1.0
     assert scales["stages.1.blocks.1.mlp.fc1.weight"] == 0.5
     assert scales["stages.1.blocks.0.mlp.fc1.weight"] == 0.25
@@ -311,42 +329,52 @@ def test_the_rate_falls_from_block_to_block() -> None:
 
 
 @pytest.mark.parametrize("shift", SHIFT_VERSIONS)
-def test_it_is_saved_with_its_shift_and_moves_to_other_sizes(shift: str, tmp_path: Path) -> None:
-    made = small(shift, dropout=0.1, drop_path=0.1)
-    randomize_head(made.model)
-    folder = save_network(tmp_path / "net", made)
+def test_saves_its_shift_and_loads_at_other_sizes(shift: str, tmp_path: Path) -> None:
+    built = build_small(shift, dropout=0.1, drop_path=0.1)
+    randomize_head(built.model)
+    folder = save_network(tmp_path / "net", built)
     config = json.loads((tmp_path / "net" / "config.json").read_text())
     assert config["model_args"] == {**SMALL, "shift": shift}
     assert config["label_names"] == CLASS_NAMES
-    x, odd = random_images(48), random_images((36, 44))
-    for again in (
+    x, odd_images = random_images(48), random_images((36, 44))
+    for loaded in (
         timm.create_model(f"local-dir:{folder}", pretrained=True),
         build_model(folder).model,
     ):
-        assert torch.equal(compute_logits(again, x), compute_logits(made.model, x))
-        assert torch.equal(compute_logits(again, odd), compute_logits(made.model, odd))
-    other = timm.create_model(
+        assert torch.equal(compute_logits(loaded, x), compute_logits(built.model, x))
+        assert torch.equal(
+            compute_logits(loaded, odd_images), compute_logits(built.model, odd_images)
+        )
+    other_shift = timm.create_model(
         f"local-dir:{folder}", pretrained=True, shift=SHIFT_VERSIONS[shift == SHIFT_VERSIONS[0]]
     )
-    assert not torch.allclose(compute_logits(other, x), compute_logits(made.model, x), atol=1e-4)
-    moved = build_model(folder, num_classes=3, image_size=(32, 64))
-    assert moved.preprocessing.image_size == (32, 64)
-    assert compute_logits(moved.model, random_images((32, 64))).shape == (2, 3)
-    body = {k: v for k, v in made.model.state_dict().items() if not k.startswith("head.")}
-    assert all(torch.equal(moved.model.state_dict()[key], value) for key, value in body.items())
+    assert not torch.allclose(
+        compute_logits(other_shift, x), compute_logits(built.model, x), atol=1e-4
+    )
+    resized = build_model(folder, num_classes=3, image_size=(32, 64))
+    assert resized.preprocessing.image_size == (32, 64)
+    assert compute_logits(resized.model, random_images((32, 64))).shape == (2, 3)
+    backbone_state = {
+        name: tensor
+        for name, tensor in built.model.state_dict().items()
+        if not name.startswith("head.")
+    }
+    assert all(
+        torch.equal(resized.model.state_dict()[key], value) for key, value in backbone_state.items()
+    )
     with refused("recipe.wrong_size", "model.image_size: 50 px", "4 px"):
-        small(shift, image_size=50)
+        build_small(shift, image_size=50)
 
 
 # --- the recipes --------------------------------------------------------------------------------
 
 
-def recipe(name: str, *overrides: str) -> Recipe:
+def load_shiftvit_recipe(name: str, *overrides: str) -> Recipe:
     return load_recipe(RECIPES / f"shiftvit_tiny_{name}.yaml", overrides)
 
 
-def pipeline(name: str, *, training: bool) -> Pipeline:
-    data = recipe(name).data
+def make_pipeline(name: str, *, training: bool) -> Pipeline:
+    data = load_shiftvit_recipe(name).data
     return Pipeline(
         (data.train if training else data.eval) or "",
         image_size=(48, 48),
@@ -357,62 +385,73 @@ def pipeline(name: str, *, training: bool) -> Pipeline:
     )
 
 
-def resized(images_BCHW: Tensor, size: int) -> Tensor:
-    """PIL's bilinear, by torch."""
+def resize(images_BCHW: Tensor, size: int) -> Tensor:
+    """Resize like PIL's bilinear filter, with torch."""
     interpolate = nn.functional.interpolate
     return interpolate(images_BCHW, size=(size, size), mode="bilinear", antialias=True)
 
 
-def test_images_go_in_as_the_document_prepares_them() -> None:
+def test_preprocessing_equals_the_document() -> None:
     image_BCHW = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
-    larger = resized(image_BCHW.float() / 255, 52)
-    # two interpolations in float32, against their product
-    close = {"rtol": 0, "atol": 2e-6}
-    prepared = pipeline("document", training=False)(image_BCHW)
-    torch.testing.assert_close(prepared, resized(larger, 48), **close)
-    assert not torch.allclose(prepared, resized(image_BCHW.float() / 255, 48), atol=1e-3)
+    enlarged = resize(image_BCHW.float() / 255, 52)
+    # two float32 interpolations versus their product
+    tolerances = {"rtol": 0, "atol": 2e-6}
+    prepared = make_pipeline("document", training=False)(image_BCHW)
+    torch.testing.assert_close(prepared, resize(enlarged, 48), **tolerances)
+    assert not torch.allclose(prepared, resize(image_BCHW.float() / 255, 48), atol=1e-3)
     keys = sample_keys(0, 0, np.arange(200))
-    augmented = pipeline("document", training=True)(image_BCHW.expand(200, 3, 32, 32), keys=keys)
+    augmented = make_pipeline("document", training=True)(
+        image_BCHW.expand(200, 3, 32, 32), keys=keys
+    )
     windows = [
         window
         for top in range(5)
         for left in range(5)
-        for crop in [larger[0, :, top : top + 48, left : left + 48]]
+        for crop in [enlarged[0, :, top : top + 48, left : left + 48]]
         for window in (crop, crop.flip(-1))
     ]
     distances = torch.cdist(augmented.flatten(1), torch.stack(windows).flatten(1), p=torch.inf)
     nearest = distances.min(1)
     assert nearest.values.max() < 2e-6
-    assert len(nearest.indices.unique()) > 40  # of 5 x 5 places and two ways round
+    assert len(nearest.indices.unique()) > 40  # of 5 x 5 positions, each with and without a flip
 
 
-def test_the_learning_rate_is_the_documents() -> None:
-    optim, short = recipe("document").optim, recipe("document_5_epochs").optim
+def test_lr_schedule_equals_the_document() -> None:
+    optim, optim_5_epochs = (
+        load_shiftvit_recipe("document").optim,
+        load_shiftvit_recipe("document_5_epochs").optim,
+    )
     per_epoch = 40_000 / 256
 
-    def rate(step: int, keys: Any) -> float:
+    def rate(step: int, optim_section: Any) -> float:
         names = ("lr", "schedule", "warmup_lr", "min_lr")
-        settings = {name: getattr(keys, name) for name in names}
-        warmup = round(keys.warmup_epochs * per_epoch)
+        settings = {name: getattr(optim_section, name) for name in names}
+        warmup = round(optim_section.warmup_epochs * per_epoch)
         return lr_at(
-            step, total_steps=math.ceil(keys.epochs * per_epoch), warmup_steps=warmup, **settings
+            step,
+            total_steps=math.ceil(optim_section.epochs * per_epoch),
+            warmup_steps=warmup,
+            **settings,
         )
 
     total, warmup = 15_625, 2_343  # int(40000 / 256 * 100) and 15 % of it, rounded down
     assert math.ceil(optim.epochs * per_epoch) == total
     for step in range(0, total, 25):
-        line = 1e-5 + (1e-3 - 1e-5) * step / warmup
-        curve = 0.5e-3 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        linear_lr = 1e-5 + (1e-3 - 1e-5) * step / warmup
+        cosine_lr = 0.5e-3 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
         # the recipe's warm-up is one step longer: 1e-3 / 2343
-        assert rate(step, optim) == pytest.approx(line if step < warmup else curve, abs=5e-7)
-    # 5 epochs are 781.25 steps and the recipe warms up in 781
+        assert rate(step, optim) == pytest.approx(
+            linear_lr if step < warmup else cosine_lr, abs=5e-7
+        )
+    # 5 epochs are 781.25 steps; the recipe warms up in 781
     for step in range(782):
-        assert rate(step, short) == pytest.approx(rate(step, optim), rel=1e-3)
+        assert rate(step, optim_5_epochs) == pytest.approx(rate(step, optim), rel=1e-3)
 
 
-def test_the_recipes_differ_in_the_keys_they_study() -> None:
+def test_recipes_differ_only_in_the_studied_keys() -> None:
     document, paper, short = (
-        recipe(name).model_dump() for name in ("document", "paper", "document_5_epochs")
+        load_shiftvit_recipe(name).model_dump()
+        for name in ("document", "paper", "document_5_epochs")
     )
     assert document["model"]["args"] == {"shift": "document"}
     assert paper["model"].pop("args") == {"shift": "paper"}
@@ -434,14 +473,14 @@ def test_the_recipes_differ_in_the_keys_they_study() -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_two_steps_and_the_model_comes_back(tmp_path: Path) -> None:
-    shift = "model.args={shift: paper, embed_dim: 48, depths: [1, 1]}"
-    made = recipe(
-        "paper", shift, "data.source=embedded:digits", "data.batch_size=16", "optim.epochs=null",
-        "optim.warmup_epochs=null", "optim.steps=2", "optim.ema_decay=0.5", "run.log_every=1",
-        "run.precision=fp32", "run.patience=null",
+def test_trains_two_steps_and_loads_the_model(tmp_path: Path) -> None:
+    model_args_override = "model.args={shift: paper, embed_dim: 48, depths: [1, 1]}"
+    recipe = load_shiftvit_recipe(
+        "paper", model_args_override, "data.source=embedded:digits", "data.batch_size=16",
+        "optim.epochs=null", "optim.warmup_epochs=null", "optim.steps=2", "optim.ema_decay=0.5",
+        "run.log_every=1", "run.precision=fp32", "run.patience=null",
     )  # fmt: skip
-    results = train(made, tmp_path / "run")
+    results = train(recipe, tmp_path / "run")
     assert results["test"]["examples"] == 355
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
@@ -450,9 +489,9 @@ def test_two_steps_and_the_model_comes_back(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["model_args"]["shift"] == "paper"
     assert config["pretrained_cfg"]["std"] == [1, 1, 1]
-    again = Classifier.load(str(tmp_path / "run"))
-    plain = timm.create_model(f"local-dir:{tmp_path / 'run/model'}", pretrained=True)
+    classifier = Classifier.load(str(tmp_path / "run"))
+    timm_model = timm.create_model(f"local-dir:{tmp_path / 'run/model'}", pretrained=True)
     x = torch.rand(2, 3, 48, 48)
     torch.testing.assert_close(
-        compute_logits(again.network, x), compute_logits(plain, x), rtol=0, atol=1e-5
+        compute_logits(classifier.network, x), compute_logits(timm_model, x), rtol=0, atol=1e-5
     )

@@ -1,4 +1,4 @@
-"""models/weights/timm_config.py: valid values of a config.json, and each kind of wrong ones."""
+"""models/weights/timm_config.py: valid and invalid values of a config.json."""
 
 from __future__ import annotations
 
@@ -28,63 +28,65 @@ def folder(tmp_path: Path) -> Path:
     return write_timm_folder(tmp_path / "net")
 
 
-def edit(folder: Path, section: str | None, **changes: Any) -> None:
+def edit_config(folder: Path, section: str | None, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     target = config if section is None else config[section]
     target.update(changes)
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def read(folder: Path) -> Weights:
+def read_config(folder: Path) -> Weights:
     return read_timm_config(folder / "config.json", "net")
 
 
 class TestConfig:
-    def test_a_file_without_end_is_not_read_to_its_end(self, folder: Path) -> None:
+    def test_does_not_read_a_huge_file(self, folder: Path) -> None:
         os.truncate(folder / "config.json", 2**31)  # sparse
         tracemalloc.start()
         try:
             with refused("weights.wrong_format", "net: config.json", "2,147,483,648 bytes"):
-                read(folder)
+                read_config(folder)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
         assert peak < 32 * 2**20
 
-    @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-    def test_what_is_no_file_is_not_waited_for(self, tmp_path: Path, make: Any) -> None:
-        make(tmp_path / "config.json")
+    @pytest.mark.parametrize("make_special_file", [os.mkdir, os.mkfifo])
+    def test_rejects_folders_and_pipes(self, tmp_path: Path, make_special_file: Any) -> None:
+        make_special_file(tmp_path / "config.json")
         with refused("weights.wrong_format", "net: config.json"):
-            read(tmp_path)
+            read_config(tmp_path)
 
-    def test_as_much_as_is_allowed_is_read(self, folder: Path) -> None:
+    def test_size_limit(self, folder: Path) -> None:
         text = (folder / "config.json").read_text()
         (folder / "config.json").write_text(text.ljust(MAX_JSON_BYTES))
-        assert read(folder).architecture
+        assert read_config(folder).architecture
         (folder / "config.json").write_text(text.ljust(MAX_JSON_BYTES + 1))
         with refused("weights.wrong_format", "8,388,608"):
-            read(folder)
+            read_config(folder)
 
     @pytest.mark.parametrize("key", sorted({*CONTROL_ARGS} - {"num_classes"}))
-    def test_nothing_steers_timms_loader(self, folder: Path, key: str) -> None:
-        edit(folder, "model_args", **{key: "/somewhere/evil.pth"})
+    def test_rejects_arguments_that_control_timm(self, folder: Path, key: str) -> None:
+        edit_config(folder, "model_args", **{key: "/somewhere/evil.pth"})
         code = "weights.wrong_config" if key == "in_chans" else "weights.unsafe"
         with refused(code, f"net: config.json: model_args.{key}") as caught:
-            read(folder)
+            read_config(folder)
         assert "weights_only" not in str(caught.value)
 
-    def test_what_timm_writes_there_is_dropped(self, folder: Path) -> None:
-        before = read(folder).model_args
-        edit(folder, "model_args", num_classes=7, in_chans=3)
-        edit(folder, "pretrained_cfg", url="http://host/x.pth", file="/x.pth", hf_hub_id="a/b")
-        weights = read(folder)
-        assert weights.model_args == before
+    def test_ignores_other_fields_that_timm_writes(self, folder: Path) -> None:
+        args_before = read_config(folder).model_args
+        edit_config(folder, "model_args", num_classes=7, in_chans=3)
+        edit_config(
+            folder, "pretrained_cfg", url="http://host/x.pth", file="/x.pth", hf_hub_id="a/b"
+        )
+        weights = read_config(folder)
+        assert weights.model_args == args_before
         assert not {"url", "file", "hf_hub_id"} & weights.config.keys()
 
     @pytest.mark.parametrize(
         "section, key, value",
         [
-            # more of them are in tests/faults/test_bad_weights.py
+            # more invalid values are in tests/faults/test_bad_weights.py
             ("pretrained_cfg", "mean", 0.5),
             ("pretrained_cfg", "std", [0.5, "0.5", 0.5]),
             ("pretrained_cfg", "crop_pct", "all"),
@@ -100,40 +102,40 @@ class TestConfig:
             (None, "calibration", 1.5),
         ],
     )
-    def test_values_of_no_use(
+    def test_rejects_invalid_values(
         self, folder: Path, section: str | None, key: str, value: Any
     ) -> None:
-        edit(folder, section, **{key: value})
+        edit_config(folder, section, **{key: value})
         with refused("weights.wrong_config", "net: config.json: ", f"{key}: "):
-            read(folder)
+            read_config(folder)
 
-    def test_a_tag_belongs_to_no_architecture(self, folder: Path) -> None:
-        edit(folder, None, architecture="vit_tiny_patch16_224.nothing")
-        assert read(folder).architecture == "vit_tiny_patch16_224"
+    def test_removes_the_tag_from_the_architecture(self, folder: Path) -> None:
+        edit_config(folder, None, architecture="vit_tiny_patch16_224.nothing")
+        assert read_config(folder).architecture == "vit_tiny_patch16_224"
 
     @pytest.mark.parametrize("name", timm.list_pretrained()[::40])
-    def test_timms_own_configurations_pass(self, name: str) -> None:
-        entry = vars(timm.get_pretrained_cfg(name))
-        checked = {key for key in CONFIG_CHECKS if entry[key] is not None}
-        assert checked
-        assert all(CONFIG_CHECKS[key][1](entry[key]) for key in checked)
+    def test_accepts_the_configurations_of_timm(self, name: str) -> None:
+        pretrained_cfg = vars(timm.get_pretrained_cfg(name))
+        checked_keys = {key for key in CONFIG_CHECKS if pretrained_cfg[key] is not None}
+        assert checked_keys
+        assert all(CONFIG_CHECKS[key][1](pretrained_cfg[key]) for key in checked_keys)
 
 
 class TestTemperature:
-    def test_it_comes_with_the_weights(self, folder: Path) -> None:
+    def test_is_loaded_with_the_weights(self, folder: Path) -> None:
         assert resolve_weights(str(folder)).temperature is None
-        edit(folder, None, calibration={"temperature": 2, "split": "val"})
+        edit_config(folder, None, calibration={"temperature": 2, "split": "val"})
         assert resolve_weights(str(folder)).temperature == 2.0
         assert resolve_weights(str(folder / "model.safetensors")).temperature == 2.0
 
     @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf"), "1.5", None, True, [1]])
-    def test_values_of_no_use(self, folder: Path, value: Any) -> None:
-        edit(folder, None, calibration={"temperature": value, "split": "val"})
+    def test_rejects_invalid_values(self, folder: Path, value: Any) -> None:
+        edit_config(folder, None, calibration={"temperature": value, "split": "val"})
         with refused("weights.wrong_config", "calibration.temperature: "):
-            read(folder)
+            read_config(folder)
 
     @pytest.mark.parametrize("split", [None, "", 3])
-    def test_it_says_where_it_was_fitted(self, folder: Path, split: Any) -> None:
-        edit(folder, None, calibration={"temperature": 1.5, "split": split})
+    def test_requires_the_split_it_was_fitted_on(self, folder: Path, split: Any) -> None:
+        edit_config(folder, None, calibration={"temperature": 1.5, "split": split})
         with refused("weights.wrong_config", "calibration.split: "):
-            read(folder)
+            read_config(folder)

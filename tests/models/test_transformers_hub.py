@@ -1,4 +1,4 @@
-"""models/weights/transformers_config.py: names, classes, and processors in timm's words."""
+"""models/weights/transformers_config.py: names, classes, and processors as timm configs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from finetune.models.weights.transformers_config import resolve_classifier
 pytest.importorskip("transformers")
 
 CONFIG = {"model_type": "cvt", "architectures": ["X"], "id2label": {"1": "b", "0": "a"}}
-EVEN = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+MEAN_AND_STD = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 
 
-def written(folder: Path, processor: dict[str, Any] | None, **config: Any) -> str:
+def write_config(folder: Path, processor: dict[str, Any] | None, **config: Any) -> str:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if processor is not None:
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -36,25 +36,25 @@ def written(folder: Path, processor: dict[str, Any] | None, **config: Any) -> st
         ),
     ],
 )
-def test_sizes_of_a_processor(tmp_path: Path, processor: Any, expected: Any) -> None:
-    name = written(tmp_path, {**processor, **EVEN, "resample": 2})
+def test_converts_processor_sizes(tmp_path: Path, processor: Any, expected: Any) -> None:
+    name = write_config(tmp_path, {**processor, **MEAN_AND_STD, "resample": 2})
     config = resolve_classifier(name, pretrained=False)[0].config
     assert (config["input_size"], config["crop_pct"], config["crop_mode"]) == expected
     assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert config["interpolation"] == "bilinear"
 
 
-def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    weights, path, _ = resolve_classifier(written(tmp_path, None), pretrained=False)
+def test_class_names_are_ordered_by_index(tmp_path: Path) -> None:
+    weights, path, _ = resolve_classifier(write_config(tmp_path, None), pretrained=False)
     assert path is None
     assert weights.class_names == ["a", "b"]
     assert weights.config["num_classes"] == 2
     assert weights.model_args == {"transformers_config": {"model_type": "cvt"}}
-    numbered = written(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
-    assert resolve_classifier(numbered, pretrained=False)[0].class_names is None
+    default_names = write_config(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
+    assert resolve_classifier(default_names, pretrained=False)[0].class_names is None
 
 
 @pytest.mark.parametrize("name", ["transformers:nowhere", "transformers:./nowhere/at/all"])
-def test_places_that_are_none(name: str) -> None:
+def test_rejects_folders_that_do_not_exist(name: str) -> None:
     with refused("weights.unknown_name", name, "transformers:owner/name"):
         resolve_classifier(name)

@@ -1,4 +1,4 @@
-"""models/architectures/vit_representation.py: the layer before the head, known to timm."""
+"""models/architectures/vit_representation.py: the layer before the head, registered in timm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from networks import NETWORKS, compute_logits, random_images
 ARGS = NETWORKS["representation"][1]
 
 
-def test_the_layer_stands_between_pooling_and_head() -> None:
+def test_the_layer_is_between_pooling_and_head() -> None:
     model = timm.create_model("vit_representation", num_classes=5, **ARGS).eval()
     tokens_BND = model.forward_features(random_images(32))
     expected = torch.tanh(model.fc_norm.fc(tokens_BND[:, 0]))
@@ -18,6 +18,6 @@ def test_the_layer_stands_between_pooling_and_head() -> None:
     assert torch.equal(model.forward_head(tokens_BND), model.head(expected))
 
 
-def test_without_classes_it_gives_the_layer() -> None:
+def test_without_classes_returns_the_representation() -> None:
     model = timm.create_model("vit_representation", num_classes=0, **ARGS)
     assert compute_logits(model, random_images(32)).shape == (2, 12)

@@ -1,4 +1,4 @@
-"""models/architectures/vit_scratch.py against a computation by hand; built, saved and trained."""
+"""models/architectures/vit_scratch.py against a NumPy reference; built, saved and trained."""
 
 from __future__ import annotations
 
@@ -33,58 +33,64 @@ from finetune.training.optim import param_groups
 
 NAME = "vit_scratch_large_patch8_32"
 TINY = {"embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2}
-# every kind at every place that it can have
-STUDY = [
-    (k, p) for k in POSITION_KINDS for p in POSITION_LOCATIONS if (k, p) != ("relative", "stem")
+# every kind at every possible location
+KINDS_AND_LOCATIONS = [
+    (kind, location)
+    for kind in POSITION_KINDS
+    for location in POSITION_LOCATIONS
+    if (kind, location) != ("relative", "stem")
 ]
 
 
-def tiny(**args: Any) -> Any:
+def make_tiny(**args: Any) -> Any:
     return timm.create_model(NAME, **{**TINY, **args})
 
 
-def count(module: nn.Module) -> int:
+def num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def randomise(model: nn.Module) -> None:
-    """No parameter at a special value, such as a LayerNorm's 1 and 0."""
+def randomize(model: nn.Module) -> None:
+    """Give all parameters random values, also those of LayerNorm."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
 
 
 @pytest.fixture(scope="module")
-def large() -> Any:
+def large_model() -> Any:
     with torch.device("meta"):  # shapes only
         return timm.create_model(NAME).eval()
 
 
-class TestNumbers:
-    def test_parameters(self, large: Any) -> None:
-        assert count(large) == 302_520_350
-        assert [count(block) for block in large.blocks] == [12_596_224] * 24
-        assert count(large.patch_embed) == 192 * 1024 + 1024
-        assert (count(large.norm), count(large.head)) == (2 * 1024, 1024 * 10 + 10 + 2 * 10)
+class TestSize:
+    def test_number_of_parameters(self, large_model: Any) -> None:
+        assert num_parameters(large_model) == 302_520_350
+        assert [num_parameters(block) for block in large_model.blocks] == [12_596_224] * 24
+        assert num_parameters(large_model.patch_embed) == 192 * 1024 + 1024
+        assert (num_parameters(large_model.norm), num_parameters(large_model.head)) == (
+            2 * 1024,
+            1024 * 10 + 10 + 2 * 10,
+        )
 
-    def test_multiply_adds(self, large: Any) -> None:
+    def test_macs(self, large_model: Any) -> None:
         tokens, width = 17, 1024
         layer = 4 * tokens * width**2 + 2 * tokens * width * 4096 + 2 * tokens**2 * width
         expected = 16 * 192 * width + 24 * layer + tokens * width * 10
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            large(torch.empty(1, 3, 32, 32, device="meta"))
-        assert counter.get_total_flops() == 2 * expected  # a multiplication and an addition
+            large_model(torch.empty(1, 3, 32, 32, device="meta"))
+        assert counter.get_total_flops() == 2 * expected  # one multiplication and one addition each
         assert round(expected / 1e9, 2) == 5.15
 
-    def test_settings(self, large: Any) -> None:
-        norms = [m for m in large.modules() if isinstance(m, nn.LayerNorm)]
+    def test_layer_settings(self, large_model: Any) -> None:
+        norms = [m for m in large_model.modules() if isinstance(m, nn.LayerNorm)]
         assert len(norms) == 2 * 24 + 2
         assert {norm.eps for norm in norms} == {1e-5}
-        assert {m.approximate for m in large.modules() if isinstance(m, nn.GELU)} == {"none"}
-        assert (len(large.blocks), large.blocks[0].attn.num_heads) == (24, 16)
-        assert large.blocks[0].mlp.fc1.out_features == 4096
+        assert {m.approximate for m in large_model.modules() if isinstance(m, nn.GELU)} == {"none"}
+        assert (len(large_model.blocks), large_model.blocks[0].attn.num_heads) == (24, 16)
+        assert large_model.blocks[0].mlp.fc1.out_features == 4096
 
 
-# --- by hand, in numpy and float64 ---------------------------------------------------------------
+# --- reference in NumPy, float64 -----------------------------------------------------------------
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -92,8 +98,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def patches(image: np.ndarray, patch: int = 8) -> np.ndarray:
-    """Each patch as a row of (channel, row, column), patches in reading order."""
+def extract_patches(image: np.ndarray, patch: int = 8) -> np.ndarray:
+    """Flatten each patch to (channel, row, column); patches in row-major order."""
     _, height, width = image.shape
     rows = []
     for top in range(0, height, patch):
@@ -105,12 +111,14 @@ def patches(image: np.ndarray, patch: int = 8) -> np.ndarray:
     return np.array(rows)
 
 
-def added(w: dict[str, np.ndarray], prefix: str, kind: str, grid: tuple[int, int]) -> np.ndarray:
-    """The table that a kind adds to the tokens: (1 + h*w, D)."""
-    count, width = 1 + grid[0] * grid[1], TINY["embed_dim"]
-    table = np.zeros((count, width))
+def reference_table(
+    w: dict[str, np.ndarray], prefix: str, kind: str, grid: tuple[int, int]
+) -> np.ndarray:
+    """Return the table that a kind adds to the tokens: (1 + h*w, D)."""
+    num_parameters, width = 1 + grid[0] * grid[1], TINY["embed_dim"]
+    table = np.zeros((num_parameters, width))
     if kind == "sinusoidal":
-        for p in range(count):
+        for p in range(num_parameters):
             for j in range(width):
                 angle = p / 10000 ** ((j - j % 2) / width)
                 table[p, j] = np.float32(math.cos(angle) if j % 2 else math.sin(angle))
@@ -118,284 +126,331 @@ def added(w: dict[str, np.ndarray], prefix: str, kind: str, grid: tuple[int, int
         table = w[f"{prefix}pos_embed"][0]
     elif kind == "learned_2d":
         table[0] = w[f"{prefix}pos_embed.class_position"][0]
-        for p in range(1, count):
+        for p in range(1, num_parameters):
             row, column = divmod(p - 1, grid[1])
             halves = (w[f"{prefix}pos_embed.columns"][column], w[f"{prefix}pos_embed.rows"][row])
             table[p] = np.concatenate(halves)
     return table
 
 
-def attention(x: np.ndarray, w: dict[str, np.ndarray], name: str, offsets: Any) -> np.ndarray:
-    count, width = x.shape
-    share = width // TINY["num_heads"]
+def reference_attention(
+    x: np.ndarray, w: dict[str, np.ndarray], name: str, offsets: Any
+) -> np.ndarray:
+    num_parameters, width = x.shape
+    head_dim = width // TINY["num_heads"]
     qkv, out = linear(x, w, f"{name}.qkv"), np.empty_like(x)
     for head in range(TINY["num_heads"]):
-        q, k, v = (qkv[:, part * width + head * share :][:, :share] for part in range(3))
+        q, k, v = (qkv[:, part * width + head * head_dim :][:, :head_dim] for part in range(3))
         scores = q @ k.T
         if offsets is not None:
-            for i in range(count):
-                for j in range(count):
-                    scores[i, j] += q[i] @ offsets[i - j + count - 1]
-        out[:, head * share : (head + 1) * share] = softmax(scores / math.sqrt(share)) @ v
+            for i in range(num_parameters):
+                for j in range(num_parameters):
+                    scores[i, j] += q[i] @ offsets[i - j + num_parameters - 1]
+        out[:, head * head_dim : (head + 1) * head_dim] = softmax(scores / math.sqrt(head_dim)) @ v
     return linear(out, w, f"{name}.proj")
 
 
-def by_hand(image: np.ndarray, w: dict[str, np.ndarray], kind: str, where: str) -> np.ndarray:
+def reference_logits(
+    image: np.ndarray, w: dict[str, np.ndarray], kind: str, location: str
+) -> np.ndarray:
     grid = (image.shape[1] // 8, image.shape[2] // 8)
-    x = np.concatenate([w["cls_token"][0], linear(patches(image), w, "patch_embed.proj")])
-    if where == "stem":
-        x = x + added(w, "", kind, grid)
+    x = np.concatenate([w["cls_token"][0], linear(extract_patches(image), w, "patch_embed.proj")])
+    if location == "stem":
+        x = x + reference_table(w, "", kind, grid)
     for number in range(TINY["depth"]):
         block = f"blocks.{number}"
-        prefix = f"{block}." if where == "every_layer" else ""
-        if where != "stem":
-            x = x + added(w, prefix, kind, grid)
+        prefix = f"{block}." if location == "every_layer" else ""
+        if location != "stem":
+            x = x + reference_table(w, prefix, kind, grid)
         offsets = w[f"{prefix}pos_embed.offsets"] if kind == "relative" else None
-        x = x + attention(layer_norm(x, w, f"{block}.norm1"), w, f"{block}.attn", offsets)
+        x = x + reference_attention(layer_norm(x, w, f"{block}.norm1"), w, f"{block}.attn", offsets)
         hidden = gelu(linear(layer_norm(x, w, f"{block}.norm2"), w, f"{block}.mlp.fc1"))
         x = x + linear(hidden, w, f"{block}.mlp.fc2")
     outputs = gelu(linear(layer_norm(x, w, "norm"), w, "head.fc"))
     return layer_norm(outputs[0], w, "head.norm")
 
 
-class TestForward:
-    @pytest.mark.parametrize("kind, where", STUDY)
-    def test_equals_the_computation_by_hand(self, kind: str, where: str) -> None:
-        model = tiny(position=kind, where=where, img_size=(16, 24), num_classes=5).eval()
-        randomise(model)
-        weights = {name: t.double().numpy() for name, t in model.state_dict().items()}
+class TestLogits:
+    @pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+    def test_logits_equal_the_reference(self, kind: str, location: str) -> None:
+        model = make_tiny(position=kind, where=location, img_size=(16, 24), num_classes=5).eval()
+        randomize(model)
+        weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
         images_BCHW = torch.randn(2, 3, 16, 24)
         expected = np.stack(
-            [by_hand(image, weights, kind, where) for image in images_BCHW.double().numpy()]
+            [
+                reference_logits(image, weights, kind, location)
+                for image in images_BCHW.double().numpy()
+            ]
         )
-        single = compute_logits(model, images_BCHW).double().numpy()
-        double = compute_logits(model.double(), images_BCHW.double()).numpy()
-        # float64 leaves only the order of the sums; float32 a few of its roundings
-        largest = np.abs(expected).max()
-        assert np.abs(double - expected).max() < 2**-52 * 32 * largest
-        assert np.abs(single - expected).max() < 2**-23 * 32 * largest
+        float32_logits = compute_logits(model, images_BCHW).double().numpy()
+        float64_logits = compute_logits(model.double(), images_BCHW.double()).numpy()
+        # float64 differs only by the order of the sums; float32 by a few roundings
+        max_value = np.abs(expected).max()
+        assert np.abs(float64_logits - expected).max() < 2**-52 * 32 * max_value
+        assert np.abs(float32_logits - expected).max() < 2**-23 * 32 * max_value
 
-    def test_features_and_head_make_the_logits(self) -> None:
-        model = tiny().eval()
+    def test_features_and_head_compose_to_the_logits(self) -> None:
+        model = make_tiny().eval()
         x = random_images(32)
         tokens_BND = model.forward_features(x)
         assert tokens_BND.shape == (2, 17, 24)
         assert torch.equal(model.forward_head(tokens_BND, pre_logits=True), tokens_BND[:, 0])
         assert torch.equal(model.forward_head(tokens_BND), model(x))
         assert model.get_classifier() is model.head
-        assert tiny(num_classes=0)(random_images(32)).shape == (2, 24)
+        assert make_tiny(num_classes=0)(random_images(32)).shape == (2, 24)
 
-    def test_places_differ_where_they_should(self) -> None:
-        x, seen = random_images(32), {}
-        for where in POSITION_LOCATIONS:
+    def test_locations_differ_in_logits_and_parameters(self) -> None:
+        x, logits_by_location = random_images(32), {}
+        for location in POSITION_LOCATIONS:
             torch.manual_seed(1)
-            seen[where] = compute_logits(tiny(position="sinusoidal", where=where), x)
+            logits_by_location[location] = compute_logits(
+                make_tiny(position="sinusoidal", where=location), x
+            )
         # a fixed table cannot differ between layers, so sharing it changes nothing
-        assert torch.equal(seen["every_layer"], seen["every_layer_shared"])
-        assert not torch.allclose(seen["stem"], seen["every_layer"])
-        sizes = {w: count(tiny(position="learned_1d", where=w)) for w in POSITION_LOCATIONS}
-        assert sizes["stem"] == sizes["every_layer_shared"]
-        assert sizes["every_layer"] - sizes["stem"] == 17 * 24
-        assert count(tiny(position="sinusoidal")) == count(tiny(position="none"))
+        assert torch.equal(
+            logits_by_location["every_layer"], logits_by_location["every_layer_shared"]
+        )
+        assert not torch.allclose(logits_by_location["stem"], logits_by_location["every_layer"])
+        num_parameters_by_location = {
+            location: num_parameters(make_tiny(position="learned_1d", where=location))
+            for location in POSITION_LOCATIONS
+        }
+        assert (
+            num_parameters_by_location["stem"] == num_parameters_by_location["every_layer_shared"]
+        )
+        assert (
+            num_parameters_by_location["every_layer"] - num_parameters_by_location["stem"]
+            == 17 * 24
+        )
+        assert num_parameters(make_tiny(position="sinusoidal")) == num_parameters(
+            make_tiny(position="none")
+        )
 
 
-class TestDraws:
-    def test_the_class_token_is_uniform(self) -> None:
+class TestInitialization:
+    def test_class_token_is_uniform(self) -> None:
         torch.manual_seed(123)
-        token = tiny(embed_dim=4096, num_heads=1, depth=0).cls_token.detach()
+        token = make_tiny(embed_dim=4096, num_heads=1, depth=0).cls_token.detach()
         assert 0 <= token.min() < 0.01
         assert 0.99 < token.max() < 1
         assert abs(token.mean() - 0.5) < 0.02
-        assert abs(token.var() - 1 / 12) < 0.005  # a normal of this mean would be wider
+        # a normal distribution would have another variance
+        assert abs(token.var() - 1 / 12) < 0.005
 
-    def test_the_seed_decides(self) -> None:
-        drawn = []
+    def test_weights_depend_on_the_seed_only(self) -> None:
+        states = []
         for seed in (123, 123, 124):
             torch.manual_seed(seed)
-            drawn.append(tiny().state_dict())
-        assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
-        assert not torch.equal(drawn[0]["cls_token"], drawn[2]["cls_token"])
+            states.append(make_tiny().state_dict())
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert not torch.equal(states[0]["cls_token"], states[2]["cls_token"])
 
-    def test_what_is_compared_starts_from_the_same_weights(self) -> None:
+    def test_all_position_kinds_start_from_the_same_weights(self) -> None:
         torch.manual_seed(7)
-        base, after = tiny(position="none").state_dict(), torch.get_rng_state()
-        for kind, where in STUDY:
+        base_state, rng_state = make_tiny(position="none").state_dict(), torch.get_rng_state()
+        for kind, location in KINDS_AND_LOCATIONS:
             torch.manual_seed(7)
-            other = tiny(position=kind, where=where).state_dict()
-            assert all(torch.equal(other[name], base[name]) for name in base), kind
+            state = make_tiny(position=kind, where=location).state_dict()
+            assert all(torch.equal(state[name], base_state[name]) for name in base_state), kind
             if kind == "sinusoidal":
-                assert torch.equal(torch.get_rng_state(), after)
-                assert set(other) == set(base)
+                assert torch.equal(torch.get_rng_state(), rng_state)
+                assert set(state) == set(base_state)
 
 
-@pytest.mark.parametrize("kind, where", STUDY)
-def test_both_paths_of_the_attention_agree(kind: str, where: str | None) -> None:
-    model, x = tiny(position=kind, where=where), random_images(32)
+@pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+def test_fused_and_unfused_attention_agree(kind: str, location: str | None) -> None:
+    model, x = make_tiny(position=kind, where=location), random_images(32)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)  # learned positions and biases start at zero
-    outputs, slopes = [], []
+    outputs, gradients = [], []
     for fused in (True, False):
         for block in model.blocks:
             block.attn.fused_attn = fused
         outputs.append(model(x))
-        slopes.append(torch.autograd.grad(outputs[-1].square().sum(), list(model.parameters())))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), list(model.parameters())))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-4)
 
 
 class TestDropout:
-    def test_in_the_head_only(self) -> None:
-        model, x = tiny(drop_rate=0.5), random_images(32)
-        calm = model.eval().forward_features(x)
-        assert torch.equal(model.train().forward_features(x), calm)
-        assert len([m for m in model.modules() if isinstance(m, nn.Dropout) and m.p]) == 1
-        seen = model.head.drop(torch.ones(1000))
-        assert set(seen.tolist()) == {0.0, 2.0}
-        noisy = [model(x) for _ in range(8)]
-        assert any(not torch.equal(noisy[0], other) for other in noisy[1:])
+    def test_drop_rate_applies_to_the_head_only(self) -> None:
+        model, x = make_tiny(drop_rate=0.5), random_images(32)
+        expected = model.eval().forward_features(x)
+        assert torch.equal(model.train().forward_features(x), expected)
+        assert (
+            len(
+                [
+                    module
+                    for module in model.modules()
+                    if isinstance(module, nn.Dropout) and module.p
+                ]
+            )
+            == 1
+        )
+        dropped = model.head.drop(torch.ones(1000))
+        assert set(dropped.tolist()) == {0.0, 2.0}
+        outputs = [model(x) for _ in range(8)]
+        assert any(not torch.equal(outputs[0], output) for output in outputs[1:])
 
     @pytest.mark.parametrize("fused", [True, False])
-    def test_on_attention_weights(self, fused: bool) -> None:
-        attention_layer = tiny(attn_drop_rate=0.5).blocks[0].attn.train()
+    def test_attn_drop_rate_applies_to_attention_weights(self, fused: bool) -> None:
+        attention_layer = make_tiny(attn_drop_rate=0.5).blocks[0].attn.train()
         attention_layer.fused_attn = fused
         with torch.no_grad():
             attention_layer.qkv.weight.zero_()  # all scores equal: each weight is 1/16
             attention_layer.qkv.bias[:48] = 0.0
-            attention_layer.qkv.bias[48:] = 1.0  # and all values 1
+            attention_layer.qkv.bias[48:] = 1.0  # all values are 1
             attention_layer.proj.weight.copy_(torch.eye(24))
             attention_layer.proj.bias.zero_()
-        kept_BNG = attention_layer(torch.randn(4, 16, 24), None)[..., ::8] * 16 / 2
-        torch.testing.assert_close(kept_BNG, kept_BNG.round())  # a number of kept weights
-        assert 0 < kept_BNG.min() < 8 < kept_BNG.max() < 16
-        steady = attention_layer.eval()(torch.randn(4, 16, 24), None)
-        torch.testing.assert_close(steady, torch.ones_like(steady))
+        num_kept_BNG = attention_layer(torch.randn(4, 16, 24), None)[..., ::8] * 16 / 2
+        # the number of kept weights is whole
+        torch.testing.assert_close(num_kept_BNG, num_kept_BNG.round())
+        assert 0 < num_kept_BNG.min() < 8 < num_kept_BNG.max() < 16
+        eval_output = attention_layer.eval()(torch.randn(4, 16, 24), None)
+        torch.testing.assert_close(eval_output, torch.ones_like(eval_output))
 
-    def test_a_recipe_reaches_both_places_and_no_other(self) -> None:
-        made = build_model(NAME, pretrained=False, dropout=0.1, attention_dropout=0.2, args=TINY)
-        rates = {n: m.p for n, m in made.model.named_modules() if isinstance(m, nn.Dropout) and m.p}
+    def test_recipe_dropout_applies_to_head_and_attention_only(self) -> None:
+        built = build_model(NAME, pretrained=False, dropout=0.1, attention_dropout=0.2, args=TINY)
+        rates = {
+            n: m.p for n, m in built.model.named_modules() if isinstance(m, nn.Dropout) and m.p
+        }
         layers = {f"blocks.{number}.attn.attn_drop": 0.2 for number in (0, 1)}
         assert rates == {"head.drop": 0.1, **layers}
         with refused("recipe.unsupported", "model.drop_path"):
             build_model(NAME, pretrained=False, drop_path=0.1, args=TINY)
 
 
-class TestBuilt:
-    def made(self, **kwargs: Any) -> Any:
+class TestBuildModel:
+    def build(self, **kwargs: Any) -> Any:
         kwargs = {"num_classes": 5, "pretrained": False, **kwargs}
         return build_model(NAME, **{**kwargs, "args": {**TINY, **kwargs.get("args", {})}})
 
-    def test_zero_head_gives_ln_k_and_learns(self) -> None:
-        model, labels = self.made().model, torch.tensor([0, 4])
+    def test_zero_head_has_loss_ln_k_and_gets_gradients(self) -> None:
+        model, labels = self.build().model, torch.tensor([0, 4])
         loss = nn.functional.cross_entropy(model.eval()(random_images(32)), labels)
         assert loss.item() == torch.tensor(5.0).log().item()
         loss.backward()
         assert model.head.fc.weight.grad.abs().max() > 0
-        assert model.cls_token.grad.abs().max() == 0  # behind a layer of zeros
+        assert model.cls_token.grad.abs().max() == 0  # the zero head blocks the gradient
         assert torch.equal(model.head.norm.weight, torch.ones(5))
 
     def test_freezing(self) -> None:
         def trainable(**kwargs: Any) -> set[str]:
-            return {n for n, p in self.made(**kwargs).model.named_parameters() if p.requires_grad}
+            return {
+                name
+                for name, parameter in self.build(**kwargs).model.named_parameters()
+                if parameter.requires_grad
+            }
 
         head = {"head.fc.weight", "head.fc.bias", "head.norm.weight", "head.norm.bias"}
         assert trainable(freeze="backbone") == head
-        for place in POSITION_LOCATIONS:
-            names = trainable(freeze=1, args={"position": "learned_2d", "where": place})
-            starts = {".".join(name.split(".")[:2]) for name in names}
-            assert starts == {"blocks.1", "norm.weight", "norm.bias", "head.fc", "head.norm"}
+        for location in POSITION_LOCATIONS:
+            names = trainable(freeze=1, args={"position": "learned_2d", "where": location})
+            prefixes = {".".join(name.split(".")[:2]) for name in names}
+            assert prefixes == {"blocks.1", "norm.weight", "norm.bias", "head.fc", "head.norm"}
 
-    @pytest.mark.parametrize("kind, where", STUDY)
-    def test_layer_decay_and_what_is_decayed(self, kind: str, where: str) -> None:
-        model = self.made(args={"position": kind, "where": where}).model
-        names = {id(p): name for name, p in model.named_parameters()}
-        scales, decayed = {}, set()
+    @pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+    def test_layer_decay_and_weight_decay(self, kind: str, location: str) -> None:
+        model = self.build(args={"position": kind, "where": location}).model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        scales, decayed_names = {}, set()
         for group in param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5):
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 scales[name] = group["lr_scale"]
                 if group["weight_decay"]:
-                    decayed.add(name)
+                    decayed_names.add(name)
         assert len(scales) == len(names)
         for name, scale in scales.items():
-            depth = {"head": 1.0, "norm": 0.5}.get(name.split(".")[0], 0.125)
-            depth = {"blocks.0": 0.25, "blocks.1": 0.5}.get(name[:8], depth)
-            assert scale == depth, name
+            expected_scale = {"head": 1.0, "norm": 0.5}.get(name.split(".")[0], 0.125)
+            expected_scale = {"blocks.0": 0.25, "blocks.1": 0.5}.get(name[:8], expected_scale)
+            assert scale == expected_scale, name
         matrices = {"patch_embed.proj", "head.fc"} | {
             f"blocks.{i}.{m}"
             for i in (0, 1)
             for m in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
         }
-        assert decayed == {f"{name}.weight" for name in matrices}
+        assert decayed_names == {f"{name}.weight" for name in matrices}
 
-    @pytest.mark.parametrize("kind, where", STUDY)
-    def test_saved_and_loaded_by_timm(self, kind: str, where: str, tmp_path: Path) -> None:
-        made = self.made(args={"position": kind, "where": where})
-        randomize_head(made.model)
-        folder, x = save_network(tmp_path / "net", made), random_images(32)
-        plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        assert torch.equal(compute_logits(plain, x), compute_logits(made.model, x))
-        other = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3)
-        assert torch.equal(other.eval().forward_features(x), plain.forward_features(x))
-        assert torch.equal(build_model(folder).model.eval()(x), plain(x))
+    @pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+    def test_saves_and_loads_in_timm(self, kind: str, location: str, tmp_path: Path) -> None:
+        built = self.build(args={"position": kind, "where": location})
+        randomize_head(built.model)
+        folder, x = save_network(tmp_path / "net", built), random_images(32)
+        timm_model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        assert torch.equal(compute_logits(timm_model, x), compute_logits(built.model, x))
+        other_classes = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3)
+        assert torch.equal(other_classes.eval().forward_features(x), timm_model.forward_features(x))
+        assert torch.equal(build_model(folder).model.eval()(x), timm_model(x))
 
-    @pytest.mark.parametrize("kind, where", STUDY)
-    def test_another_image_size(
-        self, kind: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+    def test_loads_at_another_image_size(
+        self, kind: str, location: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        made = self.made(args={"position": kind, "where": where})
-        folder = save_network(tmp_path / "net", made)
+        built = self.build(args={"position": kind, "where": location})
+        folder = save_network(tmp_path / "net", built)
         if kind == "relative":
             with refused("weights.wrong_shape", "pos_embed.offsets (33, 8) for (73, 8)"):
                 build_model(folder, num_classes=3, image_size=48)
             return
-        moved = build_model(folder, num_classes=3, image_size=48)
-        assert torch.equal(compute_logits(moved.model, random_images(48)), torch.zeros(2, 3))
-        before, after = made.model.state_dict(), moved.model.state_dict()
-        same = [n for n in before if "pos_embed" not in n and not n.startswith("head.")]
-        assert len(same) == 2 * 12 + 5
-        assert all(torch.equal(before[n], after[n]) for n in same)
-        learned = [name for name in before if "pos_embed" in name]
-        own_way = kind == "learned_1d" and where != "every_layer"
-        posemb = "paper" if own_way else "timm" if learned else "none"
-        assert moved.provenance["posemb"] == posemb
+        resized = build_model(folder, num_classes=3, image_size=48)
+        assert torch.equal(compute_logits(resized.model, random_images(48)), torch.zeros(2, 3))
+        state_before, state_after = built.model.state_dict(), resized.model.state_dict()
+        unchanged_names = [
+            name
+            for name in state_before
+            if "pos_embed" not in name and not name.startswith("head.")
+        ]
+        assert len(unchanged_names) == 2 * 12 + 5
+        assert all(torch.equal(state_before[name], state_after[name]) for name in unchanged_names)
+        position_names = [name for name in state_before if "pos_embed" in name]
+        uses_paper_resizing = kind == "learned_1d" and location != "every_layer"
+        posemb = "paper" if uses_paper_resizing else "timm" if position_names else "none"
+        assert resized.provenance["posemb"] == posemb
         assert ("timm's own resizing was used" in caplog.text) == (posemb == "timm")
-        if own_way:
-            assert torch.equal(after["pos_embed"], resize_posemb(before["pos_embed"], (6, 6)))
-        fresh = self.made(image_size=48, args={"position": kind, "where": where}).model
-        if kind == "sinusoidal" and where == "stem":
-            assert torch.equal(moved.model.pos_embed, fresh.pos_embed)
-            assert moved.model.pos_embed.shape == (1, 37, 24)
+        if uses_paper_resizing:
+            assert torch.equal(
+                state_after["pos_embed"], resize_posemb(state_before["pos_embed"], (6, 6))
+            )
+        newly_built = self.build(image_size=48, args={"position": kind, "where": location}).model
+        if kind == "sinusoidal" and location == "stem":
+            assert torch.equal(resized.model.pos_embed, newly_built.pos_embed)
+            assert resized.model.pos_embed.shape == (1, 37, 24)
 
     @pytest.mark.parametrize("kind", ["sinusoidal", "relative"])
-    def test_recomputing_activations_changes_nothing(self, kind: str) -> None:
+    def test_gradient_checkpointing_does_not_change_gradients(self, kind: str) -> None:
         def gradients(**kwargs: Any) -> list[Tensor]:
             torch.manual_seed(3)
-            model = self.made(head_init="default", args={"position": kind}, **kwargs).model
+            model = self.build(head_init="default", args={"position": kind}, **kwargs).model
             x = torch.randn(2, 3, 32, 32)
             model.train()(x).square().sum().backward()
-            return [p.grad for p in model.parameters()]
+            return [parameter.grad for parameter in model.parameters()]
 
-        plain = gradients(attention_dropout=0.3)
-        again = gradients(attention_dropout=0.3, grad_checkpointing=True)
-        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+        expected = gradients(attention_dropout=0.3)
+        recomputed = gradients(attention_dropout=0.3, grad_checkpointing=True)
+        assert all(
+            torch.equal(gradient, other_gradient)
+            for gradient, other_gradient in zip(expected, recomputed, strict=True)
+        )
 
     @pytest.mark.parametrize("kind", ["sinusoidal", "relative"])
-    def test_exported_for_any_batch(self, kind: str) -> None:
-        model = self.made(head_init="default", args={"position": kind}).model.eval()
+    def test_exports_with_a_dynamic_batch_size(self, kind: str) -> None:
+        model = self.build(head_init="default", args={"position": kind}).model.eval()
         batch = {0: torch.export.Dim("batch", min=1, max=64)}
         program = torch.export.export(model, (random_images(32),), dynamic_shapes=(batch,))
         x = random_images(32, 5)
         torch.testing.assert_close(program.module()(x), model(x))
 
-    def test_its_attention_maps(self) -> None:
+    def test_attention_maps(self) -> None:
         for kind in ("sinusoidal", "relative"):
-            model = self.made(args={"position": kind}).model.eval()
+            model = self.build(args={"position": kind}).model.eval()
             maps = attention_maps(model, random_images(32))
-            assert [tuple(m.shape) for m in maps] == [(2, 3, 17, 17)] * 2
+            assert [tuple(attention_map.shape) for attention_map in maps] == [(2, 3, 17, 17)] * 2
             torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 17))
 
     @pytest.mark.parametrize(
-        "args, code, named",
+        "args, code, expected_text",
         [
             ({"position": "learned"}, "wrong_value", "position: unknown 'learned'"),
             ({"num_heads": 5}, "wrong_value", "num_heads: 5 does not divide embed_dim=24"),
@@ -403,12 +458,14 @@ class TestBuilt:
             ({"position": "relative", "where": "stem"}, "wrong_value", "every_layer"),
         ],
     )
-    def test_what_it_refuses(self, args: dict[str, Any], code: str, named: str) -> None:
-        with refused(f"recipe.{code}", named):
-            self.made(args=args)
+    def test_rejects_invalid_arguments(
+        self, args: dict[str, Any], code: str, expected_text: str
+    ) -> None:
+        with refused(f"recipe.{code}", expected_text):
+            self.build(args=args)
 
-    def test_a_class_pooling_only(self) -> None:
-        model = tiny().double()
+    def test_supports_token_pooling_only(self) -> None:
+        model = make_tiny().double()
         model.reset_classifier(4, "token")
         assert model.head.fc.weight.dtype == torch.float64
         assert model.head.fc.out_features == model.num_classes == 4
@@ -430,7 +487,7 @@ class TestBuilt:
 
 
 class TestRecipes:
-    def test_the_reviews_settings(self, repository: Path) -> None:
+    def test_settings_of_the_paper_recipe(self, repository: Path) -> None:
         recipe = load_recipe(repository / "recipes" / "scratch_vit" / "vit_scratch_large.yaml")
         assert (recipe.model.name, recipe.model.pretrained) == (NAME, False)
         assert (recipe.model.dropout, recipe.model.attention_dropout) == (0.1, 0.1)
@@ -439,20 +496,20 @@ class TestRecipes:
         assert (recipe.data.batch_size, recipe.run.seed) == (512, 123)
         assert recipe.data.source == "hub:uoft-cs/cifar10"
 
-    def test_the_study_varies_one_thing(self, repository: Path) -> None:
+    def test_ablation_recipes_vary_only_the_position_embedding(self, repository: Path) -> None:
         folder = repository / "recipes" / "ablations" / "position_embeddings"
-        seen, rest = set(), set()
+        positions, other_settings = set(), set()
         for path in sorted(set(folder.glob("*.yaml")) - {folder / "plan.yaml"}):
             values = load_recipe(path).model_dump()
             args = dict(values["model"].pop("args"))
-            kind, where = args.pop("position"), args.get("where")
+            kind, location = args.pop("position"), args.get("where")
             name = kind if kind in ("none", "relative") else f"{kind}_{args['where']}"
             assert path.stem == name
-            tiny(position=kind, where=args.pop("where", None), **{**args, "depth": 1})
-            seen.add((kind, where))
-            rest.add((repr(values), repr(args)))
-        assert len(rest) == 1
-        # a fixed table shared by the layers is the same network as one that is not
-        left_out = {("sinusoidal", "every_layer_shared"), ("relative", "every_layer_shared")}
-        left_out |= {("none", place) for place in POSITION_LOCATIONS}
-        assert seen == {*STUDY, ("none", None)} - left_out
+            make_tiny(position=kind, where=args.pop("where", None), **{**args, "depth": 1})
+            positions.add((kind, location))
+            other_settings.add((repr(values), repr(args)))
+        assert len(other_settings) == 1
+        # with a fixed table, sharing it between layers makes no difference
+        omitted = {("sinusoidal", "every_layer_shared"), ("relative", "every_layer_shared")}
+        omitted |= {("none", location) for location in POSITION_LOCATIONS}
+        assert positions == {*KINDS_AND_LOCATIONS, ("none", None)} - omitted

@@ -1,4 +1,4 @@
-"""publish/artifacts.py: the files beside the weights are complete and do not name the machine."""
+"""publish/artifacts.py: published files are complete and contain no local paths or tokens."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ RECIPE = tiny_recipe_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, s
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Three runs side by side: two seeds of one recipe, and another recipe.
+    """Three runs in one folder: two seeds of one recipe, and another recipe.
 
-    The first has pictures; the other two, and what is refreshed, do without.
+    Only the first one writes a report and plots.
     """
     folder = tmp_path_factory.mktemp("evidence")
     with pytest.MonkeyPatch.context() as patch:
-        for name, change in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
-            train(parse_recipe(RECIPE, overrides=[change]), folder / name)
+        for name, override in (("a", "run.seed=0"), ("b", "run.seed=1"), ("c", "optim.lr=1e-3")):
+            train(parse_recipe(RECIPE, overrides=[override]), folder / name)
             disable_report_and_plots(patch)
     return folder
 
 
-def test_a_run_ends_with_all_the_evidence(runs: Path) -> None:
+def test_finished_run_has_every_published_file(runs: Path) -> None:
     model = runs / "a" / "model"
     assert sorted(os.listdir(model)) == sorted(PUBLISHED_FILES)
     for name in PUBLISHED_FILES:
         if name.endswith(".png"):
-            with Image.open(model / name) as picture:
-                assert min(picture.size) > 200
+            with Image.open(model / name) as image:
+                assert min(image.size) > 200
     results = json.loads((runs / "a" / "results.json").read_text())
     assert json.loads((model / "results.json").read_text()) == results
     config = json.loads((model / "config.json").read_text())
@@ -56,7 +56,7 @@ def test_a_run_ends_with_all_the_evidence(runs: Path) -> None:
     assert file_sha256(model / "model.safetensors") in (model / "README.md").read_text()
 
 
-def test_refreshing_finds_the_other_seeds_and_names_the_repository(runs: Path) -> None:
+def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:
     model = runs / "a" / "model"
     weights = file_sha256(model / "model.safetensors")
     rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
@@ -69,7 +69,7 @@ def test_refreshing_finds_the_other_seeds_and_names_the_repository(runs: Path) -
     assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
 
-def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
+def test_rewrite_ignores_a_damaged_neighboring_run(runs: Path) -> None:
     broken = runs / "broken"
     shutil.copytree(runs / "b", broken)
     (broken / "results.json").write_text("{")
@@ -79,22 +79,22 @@ def test_a_broken_neighbour_is_left_alone(runs: Path) -> None:
         shutil.rmtree(broken)
 
 
-@pytest.mark.parametrize("denied", ["neighbour", "list"])
-def test_a_neighbour_that_may_not_be_looked_at_costs_nothing(
+@pytest.mark.parametrize("denied", ["neighbor", "list"])
+def test_rewrite_ignores_unreadable_neighboring_runs(
     runs: Path, monkeypatch: pytest.MonkeyPatch, denied: str
 ) -> None:
-    """As in /tmp, where other users have folders; root, who runs tests too, may look anywhere."""
-    look, list_folder = Path.is_file, Path.iterdir
+    """Like folders of other users in /tmp; simulated, because root can read every folder."""
+    original_is_file, original_iterdir = Path.is_file, Path.iterdir
 
     def is_file(path: Path, **options: bool) -> bool:
-        if denied == "neighbour" and path.parent == runs.resolve() / "b":
+        if denied == "neighbor" and path.parent == runs.resolve() / "b":
             raise PermissionError(13, "Permission denied", str(path))
-        return look(path, **options)
+        return original_is_file(path, **options)
 
     def iterdir(path: Path) -> Iterator[Path]:
         if denied == "list" and path == runs.resolve():
             raise PermissionError(13, "Permission denied", str(path))
-        return iter(list_folder(path))
+        return iter(original_iterdir(path))
 
     monkeypatch.setattr(Path, "is_file", is_file)
     monkeypatch.setattr(Path, "iterdir", iterdir)
@@ -102,7 +102,7 @@ def test_a_neighbour_that_may_not_be_looked_at_costs_nothing(
     assert "mean ± std" not in (runs / "a" / "model" / "README.md").read_text()
 
 
-def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_path: Path) -> None:
+def test_rewrite_needs_a_finished_model(runs: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(runs / "c", copy)
     (copy / "results.json").unlink()
@@ -125,7 +125,7 @@ def test_without_a_finished_model_there_is_nothing_to_refresh(runs: Path, tmp_pa
         ("embedded:digits", "embedded:digits"),
     ],
 )
-def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
+def test_published_recipe_strips_folders_from_the_source(source: str, shown: str) -> None:
     recipe = parse_recipe(RECIPE, overrides=[f"data.source={source}", "run.push_to=alice/x"])
     published = publishable_recipe(recipe)
     assert published.data.source == shown
@@ -144,13 +144,13 @@ def test_the_published_recipe_knows_no_folders(source: str, shown: str) -> None:
         ("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224.augreg_in21k"),
     ],
 )
-def test_the_published_recipe_names_weights_without_their_place(name: str, shown: str) -> None:
+def test_published_recipe_strips_folders_from_the_model_name(name: str, shown: str) -> None:
     recipe = parse_recipe(RECIPE, overrides=[f"model.name={name}"])
     assert publishable_recipe(recipe).model.name == shown
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_mistakes_are_published_without_their_folders(split: str) -> None:
+def test_published_mistakes_have_no_absolute_paths(split: str) -> None:
     names = ["/secret/photos/a.png", "cats/b.png"]
     results = {split: {"top1": 0.5, "mistakes": [{"name": name, "index": 3} for name in names]}}
     shown = _publishable_results(results)[split]
@@ -158,27 +158,32 @@ def test_mistakes_are_published_without_their_folders(split: str) -> None:
     assert shown["mistakes"] == [{"name": "a.png", "index": 3}, {"name": "cats/b.png", "index": 3}]
 
 
-def test_nothing_published_tells_where_it_was_made(
+def test_published_files_contain_no_local_paths_or_tokens(
     tmp_path: Path, image_folder: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary_token_that_must_not_be_seen")
-    start = tmp_path / "first"
-    changes = [f"data.source=folder:{image_folder}", "optim.steps=2", "data.batch_size=4"]
+    first_run = tmp_path / "first"
+    overrides = [f"data.source=folder:{image_folder}", "optim.steps=2", "data.batch_size=4"]
     with pytest.MonkeyPatch.context() as patch:
         disable_report_and_plots(patch)
-        train(parse_recipe(RECIPE, overrides=changes), start)
-    again = [*changes, f"model.name={start}", "model.args={}", "model.pretrained=true"]
-    out = tmp_path / "second"
-    train(parse_recipe(RECIPE, overrides=again), out)
-    model = out / "model"
-    texts = [path for path in model.iterdir() if path.suffix in (".json", ".md", ".yaml")]
-    assert len(texts) == 4
-    for path in texts:
+        train(parse_recipe(RECIPE, overrides=overrides), first_run)
+    second_overrides = [
+        *overrides,
+        f"model.name={first_run}",
+        "model.args={}",
+        "model.pretrained=true",
+    ]
+    second_run = tmp_path / "second"
+    train(parse_recipe(RECIPE, overrides=second_overrides), second_run)
+    model = second_run / "model"
+    text_files = [path for path in model.iterdir() if path.suffix in (".json", ".md", ".yaml")]
+    assert len(text_files) == 4
+    for path in text_files:
         text = path.read_text()
         assert str(tmp_path) not in text, path.name
         assert str(image_folder.parent) not in text, path.name
         assert "canary" not in text
     assert load_recipe(model / "recipe.yaml").model.name == "first"
-    for path in out.rglob("*"):
+    for path in second_run.rglob("*"):
         if path.is_file():
             assert b"canary" not in path.read_bytes(), path

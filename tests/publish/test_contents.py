@@ -1,4 +1,4 @@
-"""The contents of a push: the allow-list, the search for secrets, and the check of the card."""
+"""The contents of a push: allowed files, the search for secrets, and the card check."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.publish.push_checks import check_card, check_no_secrets, files_to_push, is_run_dir
 from finetune.publish.repo_client import RepoClient
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-
 __all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
 
-class TestPublished:
-    def test_the_list_and_nothing_else(self, folder: Path, capsys: Captured) -> None:
+class TestFilesToPush:
+    def test_only_published_files_are_pushed(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for name in (
             *PUBLISHED_FILES[3:],
             ".lock",
@@ -41,11 +41,13 @@ class TestPublished:
         assert shown.count("\n") == 1
         assert "optimizer.pt, recipe.yaml~" in shown
 
-    def test_nothing_is_said_when_nothing_is_left_out(self, folder: Path, capsys: Captured) -> None:
+    def test_no_message_when_no_file_is_skipped(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert set(files_to_push(folder)) == {"config.json", "model.safetensors", "README.md"}
         assert capsys.readouterr().err == ""
 
-    def test_links(self, folder: Path, tmp_path: Path) -> None:
+    def test_symlinks(self, folder: Path, tmp_path: Path) -> None:
         (folder / "weights").write_bytes((folder / "model.safetensors").read_bytes())
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").symlink_to("weights")
@@ -60,27 +62,27 @@ class TestPublished:
         with refused("hub.not_pushable", "link"):
             files_to_push(folder)
 
-    def test_a_folder_reached_by_a_link(self, folder: Path, tmp_path: Path) -> None:
+    def test_symlinked_folder(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "latest").symlink_to(folder)
         assert len(files_to_push(tmp_path / "latest")) == 3
 
-    def test_a_folder_of_that_name_is_no_file(self, folder: Path) -> None:
+    def test_folder_named_like_a_file_is_skipped(self, folder: Path) -> None:
         (folder / "results.json").mkdir()
         assert "results.json" not in files_to_push(folder)
 
 
 class TestSecrets:
-    def search(self, folder: Path, text: str = "message") -> None:
+    def check_secrets(self, folder: Path, text: str = "message") -> None:
         check_no_secrets(
             files_to_push(folder), text, folder.parent / "run", RepoClient("alice/net")
         )
 
     @pytest.mark.usefixtures("hub")
-    def test_a_clean_folder(self, folder: Path) -> None:
+    def test_clean_folder(self, folder: Path) -> None:
         home = Path.home()
         harmless = f"hf_hub_download, https://x.org{home}/a, {home}sick, ~{home}"
         (folder / "README.md").write_text(CARD + harmless)
-        self.search(folder)
+        self.check_secrets(folder)
 
     @pytest.mark.usefixtures("hub")
     @pytest.mark.parametrize("name", ["README.md", "recipe.yaml", "results.json", "curves.png"])
@@ -88,48 +90,52 @@ class TestSecrets:
     def test_tokens(self, folder: Path, name: str, secret: str) -> None:
         (folder / name).write_bytes(b"\x89PNG\xff " + secret.encode() + b"\n")
         with refused("hub.holds_secret", f"{name}: ") as caught:
-            self.search(folder)
+            self.check_secrets(folder)
         assert secret not in str(caught.value)
 
     @pytest.mark.usefixtures("hub")
-    def test_tokens_in_the_message_and_in_the_head_of_the_weights(self, folder: Path) -> None:
+    def test_tokens_in_the_message_and_the_weights_header(self, folder: Path) -> None:
         with refused("hub.holds_secret", "the message: "):
-            self.search(folder, f"mine is {WRITE_TOKEN}")
+            self.check_secrets(folder, f"mine is {WRITE_TOKEN}")
         weights = folder / "model.safetensors"
         save_file({"a": zeros(3)}, weights, metadata={"note": WRITE_TOKEN})
         with refused("hub.holds_secret", "model.safetensors: "):
-            self.search(folder)
+            self.check_secrets(folder)
 
     @pytest.mark.usefixtures("hub")
     @pytest.mark.parametrize("form", ["{}", "{}/data/x", "source: 'folder:{}'", "({})", "see {}."])
-    @pytest.mark.parametrize("of", ["home", "run"])
-    def test_local_paths(self, folder: Path, form: str, of: str) -> None:
-        place = Path.home() if of == "home" else folder.parent / "run"
-        (folder / "results.json").write_text(form.format(place))
+    @pytest.mark.parametrize("kind", ["home", "run"])
+    def test_local_paths(self, folder: Path, form: str, kind: str) -> None:
+        path = Path.home() if kind == "home" else folder.parent / "run"
+        (folder / "results.json").write_text(form.format(path))
         with refused("hub.holds_path", "results.json: ") as caught:
-            self.search(folder)
-        assert str(place) in str(caught.value)
+            self.check_secrets(folder)
+        assert str(path) in str(caught.value)
 
     @pytest.mark.usefixtures("hub")
-    def test_as_json_writes_them(self, tmp_path: Path, monkeypatch: Patch) -> None:
+    def test_json_escaped_local_paths(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HOME", "/homes/zoë")
         folder = write_model_folder(tmp_path / "net", results__json=json.dumps("/homes/zoë/images"))
         assert "zoë" not in (folder / "results.json").read_text()
         with refused("hub.holds_path", "/homes/zoë"):
-            self.search(folder)
+            self.check_secrets(folder)
 
     @pytest.mark.usefixtures("hub")
-    def test_a_home_at_the_top_forbids_nothing(self, folder: Path, monkeypatch: Patch) -> None:
+    def test_root_as_home_forbids_no_path(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HOME", "/")
         (folder / "results.json").write_text('"/ and /usr/share"')
-        self.search(folder)
+        self.check_secrets(folder)
 
 
 class TestCard:
     def check(self, folder: Path) -> None:
         check_card(RepoClient("alice/net"), files_to_push(folder))
 
-    def test_a_valid_card_and_none(self, hub: HubServer, folder: Path) -> None:
+    def test_valid_and_missing_card(self, hub: HubServer, folder: Path) -> None:
         self.check(folder)
         assert hub.count("POST /api/validate-yaml") == 1
         (folder / "README.md").unlink()
@@ -137,34 +143,36 @@ class TestCard:
         assert hub.count("POST /api/validate-yaml") == 1
 
     @pytest.mark.parametrize(
-        "head, words",
+        "header, words",
         [
             ("license: no-such-license", "license"),
             ("license: mit\nbase_model_relation: cousin", "base_model_relation"),
             ("a: [", "flow sequence|flow node|parsing"),
         ],
     )
-    def test_what_the_hub_says_is_told(
-        self, hub: HubServer, folder: Path, head: str, words: str
+    def test_hub_validation_error_is_reported(
+        self, hub: HubServer, folder: Path, header: str, words: str
     ) -> None:
-        (folder / "README.md").write_text(f"---\n{head}\n---\n")
+        (folder / "README.md").write_text(f"---\n{header}\n---\n")
         with pytest.raises(HubError, match=f"does not accept this card: .*({words})") as caught:
             self.check(folder)
         assert "\n" not in str(caught.value)
         assert "fix its YAML header" in str(caught.value)
 
-    def test_bytes_that_are_no_text(self, hub: HubServer, folder: Path) -> None:
+    def test_card_with_invalid_utf8(self, hub: HubServer, folder: Path) -> None:
         (folder / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff\xfe")
         with refused("hub.refused_card", "README.md", "utf-8"):
             self.check(folder)
 
-    def test_remarks_are_passed_on(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
+    def test_hub_warnings_are_logged(
+        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (folder / "README.md").write_text("# No head\n")
         self.check(folder)
         assert "the hub warns: empty or missing yaml" in capsys.readouterr().err
 
 
-def test_a_run_and_a_model_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_is_run_dir(folder: Path, tmp_path: Path) -> None:
     assert is_run_dir(folder) is False
     os.rename(folder, tmp_path / "model")
     (tmp_path / "run.json").write_text('{"status": "done"}')

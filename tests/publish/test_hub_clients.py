@@ -1,4 +1,4 @@
-"""A pushed model in fresh processes: timm, transformers and finetune give what training gave."""
+"""A pushed model in fresh processes: timm, transformers and finetune match the training run."""
 
 # B batch, C channels, H W pixels, K classes
 
@@ -34,9 +34,13 @@ data: {source: embedded:digits, train: resize, batch_size: 64, eval: EVAL}
 optim: {name: adamw, lr: 1e-3, steps: 2}
 run: {log_every: 1}
 """
-# All of the first run's preprocessing differs from the weights' own; the second keeps that.
-OWN = ["data.mean=[0.4, 0.5, 0.6]", "data.std=[0.2, 0.25, 0.3]", "data.interpolation=bilinear"]
-FIRST = {
+# The first run overrides the preprocessing of the weights; the second keeps it.
+PREPROCESSING_OVERRIDES = [
+    "data.mean=[0.4, 0.5, 0.6]",
+    "data.std=[0.2, 0.25, 0.3]",
+    "data.interpolation=bilinear",
+]
+OVERRIDDEN = {
     "mean": [0.4, 0.5, 0.6],
     "std": [0.2, 0.25, 0.3],
     "input_size": [3, 32, 32],
@@ -44,7 +48,7 @@ FIRST = {
     "crop_pct": 0.8,
     "crop_mode": "center",
 }
-SECOND = {
+DEFAULT = {
     "mean": [0.5, 0.5, 0.5],
     "std": [0.5, 0.5, 0.5],
     "input_size": [3, 32, 32],
@@ -52,22 +56,22 @@ SECOND = {
     "crop_pct": 1.0,
     "crop_mode": "squash",
 }
-PREPROCESSING = {"public": SECOND, "pinned": FIRST, "private": FIRST, "several": SECOND}
-SEVERAL = ["data.task=multilabel", "data.source=embedded:digit_pairs"]
+PREPROCESSING = {"public": DEFAULT, "pinned": OVERRIDDEN, "private": OVERRIDDEN, "several": DEFAULT}
+MULTILABEL_OVERRIDES = ["data.task=multilabel", "data.source=embedded:digit_pairs"]
 MODELS = list(PREPROCESSING)
-# What was promised; the same weights in the same code gave no difference at all.
+# The documented tolerance; the same weights in the same code give no difference at all.
 TOLERANCE = 1e-5
 
 
 @dataclass
 class Pushed:
-    """The hub, what the clients are asked, and what the runs in this process give.
+    """The hub, the job file of the clients, and the outputs of the runs in this process.
 
     Attributes:
-        logits: of each of MODELS, (B, K).
-        confidences: for the picture, of each of MODELS.
-        prepared: the picture as each of MODELS gets it, (C, H, W).
-        first: what the first push told.
+        logits: outputs of each of MODELS, (B, K).
+        confidences: class probabilities of the test image from each of MODELS.
+        prepared: the test image after the preprocessing of each of MODELS, (C, H, W).
+        first: the result of the first push.
     """
 
     hub: HubServer
@@ -79,8 +83,8 @@ class Pushed:
     first: dict[str, Any]
 
 
-def picture(path: Path) -> Path:
-    """Neither square nor of the model's size, and rich in detail."""
+def save_test_image(path: Path) -> Path:
+    """Save an image that is rich in detail, and neither square nor of the model's size."""
     pixels = np.random.default_rng(0).integers(0, 256, size=(57, 91, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize((182, 114), Image.Resampling.BICUBIC).save(path)
     return path
@@ -88,25 +92,29 @@ def picture(path: Path) -> Path:
 
 def confidences(model: Classifier, path: Path) -> list[float]:
     row = model.predict(path, top_k=len(model.class_names))[0]
-    scores = {one["label"]: one["confidence"] for one in row["predictions"]}
+    scores = {prediction["label"]: prediction["confidence"] for prediction in row["predictions"]}
     return [scores[name] for name in model.class_names]
 
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Iterator[Pushed]:
-    """The first run is pushed, also as a private model, then the second in its place."""
+    """Push the first run, also as a private model, then the second to the same repository."""
     top = tmp_path_factory.mktemp("clients")
     runs = []
-    of_runs = [("resize(40) | center_crop(32)", OWN), ("resize", []), ("resize", SEVERAL)]
-    for number, (sentence, own) in enumerate(of_runs):
+    run_configs = [
+        ("resize(40) | center_crop(32)", PREPROCESSING_OVERRIDES),
+        ("resize", []),
+        ("resize", MULTILABEL_OVERRIDES),
+    ]
+    for number, (transform_spec, overrides) in enumerate(run_configs):
         path = top / f"recipe-{number}.yaml"
-        path.write_text(RECIPE.replace("EVAL", sentence))
-        train(load_recipe(path, [f"run.seed={number}", *own]), top / f"run-{number}")
+        path.write_text(RECIPE.replace("EVAL", transform_spec))
+        train(load_recipe(path, [f"run.seed={number}", *overrides]), top / f"run-{number}")
         runs.append(top / f"run-{number}")
     models = [Classifier.load(run, device="cpu") for run in runs]
     images_BCHW = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.save(images_BCHW, top / "images.pt")
-    image = picture(top / "picture.png")
+    image = save_test_image(top / "picture.png")
     pixels_BCHW = torch.from_numpy(np.asarray(Image.open(image)).copy()).permute(2, 0, 1)[None]
     with pytest.MonkeyPatch.context() as patch, HubServer() as hub:
         hub.add_user("alice", token=TOKEN)
@@ -116,18 +124,22 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
         push(runs[0], "alice/secret", private=True)
         push(runs[1], "alice/digits")
         push(runs[2], "alice/pairs")
-        where = [("alice/digits", None), ("alice/digits", first["commit"]), ("alice/secret", None)]
-        where += [("alice/pairs", None)]
-        setup = {"models": where, "images": str(top / "images.pt"), "picture": str(image)}
+        targets = [
+            ("alice/digits", None),
+            ("alice/digits", first["commit"]),
+            ("alice/secret", None),
+        ]
+        targets += [("alice/pairs", None)]
+        setup = {"models": targets, "images": str(top / "images.pt"), "picture": str(image)}
         (top / "job.json").write_text(json.dumps(setup))
-        of = dict(zip(MODELS, (models[1], models[0], models[0], models[2]), strict=True))
+        classifiers = dict(zip(MODELS, (models[1], models[0], models[0], models[2]), strict=True))
         yield Pushed(
             hub=hub,
             setup=top / "job.json",
             labels=models[0].class_names,
-            logits={name: model.logits(images_BCHW) for name, model in of.items()},
-            confidences={name: confidences(model, image) for name, model in of.items()},
-            prepared={name: model.pipeline(pixels_BCHW)[0] for name, model in of.items()},
+            logits={name: model.logits(images_BCHW) for name, model in classifiers.items()},
+            confidences={name: confidences(model, image) for name, model in classifiers.items()},
+            prepared={name: model.pipeline(pixels_BCHW)[0] for name, model in classifiers.items()},
             first=first,
         )
         assert hub.server_errors == []
@@ -135,10 +147,10 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
 
 @pytest.fixture(scope="module")
 def loaded(pushed: Pushed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Load each of MODELS with each client, one after the other, in a process of their own."""
+    """Load each of MODELS with each client in turn, in a separate process."""
     home = tmp_path_factory.mktemp("loaded")
     script = Path(__file__).parents[1] / "hub_clients.py"
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script), str(pushed.setup), str(home / "out.json")],
         env={**pushed.hub.environment(home / "cache", TOKEN), "PYTHONPATH": str(REPOSITORY)},
         cwd=home,
@@ -146,59 +158,65 @@ def loaded(pushed: Pushed, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         text=True,
         timeout=300,
     )
-    assert told.returncode == 0, told.stderr
-    assert TOKEN not in told.stdout + told.stderr
+    assert completed.returncode == 0, completed.stderr
+    assert TOKEN not in completed.stdout + completed.stderr
     found: dict[str, Any] = json.loads((home / "out.json").read_text())
     return found
 
 
 @pytest.fixture(scope="module", params=["timm", "transformers", "finetune"])
-def answers(request: pytest.FixtureRequest, loaded: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each of MODELS as one client has it."""
+def client_outputs(
+    request: pytest.FixtureRequest, loaded: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The outputs of one client for each of MODELS."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     return dict(zip(MODELS, loaded[request.param], strict=True))
 
 
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("model_name", MODELS)
 class TestEveryClient:
-    def test_the_same_logits(self, answers: Any, pushed: Pushed, which: str) -> None:
-        found = torch.tensor(answers[which]["logits"])
-        torch.testing.assert_close(found, pushed.logits[which], rtol=0, atol=TOLERANCE)
+    def test_same_logits(self, client_outputs: Any, pushed: Pushed, model_name: str) -> None:
+        found = torch.tensor(client_outputs[model_name]["logits"])
+        torch.testing.assert_close(found, pushed.logits[model_name], rtol=0, atol=TOLERANCE)
 
-    def test_the_same_labels_in_order(self, answers: Any, pushed: Pushed, which: str) -> None:
-        assert answers[which]["labels"] == pushed.labels
-
-    def test_the_preprocessing_of_the_fine_tuning(
-        self, answers: Any, pushed: Pushed, which: str
+    def test_same_labels_in_order(
+        self, client_outputs: Any, pushed: Pushed, model_name: str
     ) -> None:
-        found = answers[which]["preprocessing"]
-        wanted = PREPROCESSING[which]
-        assert {key: found[key] for key in wanted} == wanted
+        assert client_outputs[model_name]["labels"] == pushed.labels
 
-    def test_the_same_confidences_for_a_picture(
-        self, answers: Any, pushed: Pushed, which: str
+    def test_same_preprocessing_config(
+        self, client_outputs: Any, pushed: Pushed, model_name: str
     ) -> None:
-        found = np.array(answers[which]["confidences"])
-        # each of these differs by less than a byte in its pixels, see below
-        np.testing.assert_allclose(found, pushed.confidences[which], rtol=0, atol=1e-4)
+        found = client_outputs[model_name]["preprocessing"]
+        expected = PREPROCESSING[model_name]
+        assert {key: found[key] for key in expected} == expected
 
-    def test_the_same_pixels_of_a_picture(self, answers: Any, pushed: Pushed, which: str) -> None:
-        found_CHW = torch.tensor(answers[which]["prepared"])
-        std = torch.tensor(PREPROCESSING[which]["std"])[:, None, None]
-        bytes_CHW = (found_CHW - pushed.prepared[which]) * std * 255
-        # PIL rounds to whole bytes after either direction, the pipeline does not round
+    def test_same_confidences_for_an_image(
+        self, client_outputs: Any, pushed: Pushed, model_name: str
+    ) -> None:
+        found = np.array(client_outputs[model_name]["confidences"])
+        # the preprocessed pixels differ by less than one level, see below
+        np.testing.assert_allclose(found, pushed.confidences[model_name], rtol=0, atol=1e-4)
+
+    def test_same_preprocessed_pixels(
+        self, client_outputs: Any, pushed: Pushed, model_name: str
+    ) -> None:
+        found_CHW = torch.tensor(client_outputs[model_name]["prepared"])
+        std = torch.tensor(PREPROCESSING[model_name]["std"])[:, None, None]
+        bytes_CHW = (found_CHW - pushed.prepared[model_name]) * std * 255
+        # PIL rounds to whole levels after each axis; the pipeline does not round
         assert bytes_CHW.abs().max() < 1.0
 
 
-def test_the_models_can_be_told_apart(pushed: Pushed) -> None:
-    """Else a client that loads the wrong revision would pass."""
+def test_pushed_models_differ(pushed: Pushed) -> None:
+    """Otherwise a client that loads the wrong revision would pass."""
     difference = (pushed.logits["public"] - pushed.logits["pinned"]).abs().max()
     assert difference > 100 * TOLERANCE
     assert torch.equal(pushed.logits["pinned"], pushed.logits["private"])
 
 
-def test_what_was_pushed(pushed: Pushed) -> None:
+def test_pushed_files_and_cards(pushed: Pushed) -> None:
     files = pushed.hub.files("alice/digits", pushed.first["commit"])
     assert set(files) == {*PUBLISHED_FILES, ".gitattributes"}
     assert set(pushed.first["files"]) == set(PUBLISHED_FILES)

@@ -1,9 +1,8 @@
-"""The recipes of ImageNet-21k weights, as they stand, from timm's name to the push.
+"""The shipped recipes for ImageNet-21k weights, from timm's name to the push.
 
-The hub is on loopback (`imagenet21k_hub.py`).
-A step is smaller than the recipe's: 2 images, once or
-twice. They train in forked processes, and the weights have two of their twelve blocks. In the long
-run these have all of them, and one recipe is launched as its header says.
+The hub is on loopback (`imagenet21k_hub.py`). Each run takes one or two steps of 2 images in a
+forked process, and the weights have two of their twelve blocks. The long run (marker `faults`)
+uses all twelve blocks and launches one recipe with the command in its header.
 """
 
 # B batch, C channels, D width, H W pixels, K classes, N tokens
@@ -51,21 +50,21 @@ from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.recipe.load import load_recipe
 
 TOKEN = "hf_writewritewrite"
-WIDTH, PARAMETERS = 768, 85_798_656  # D, and those without a head
-DEPTH, FEWER, BLOCK = 12, 2, 7_087_872  # blocks, and the parameters of one
-HALF_UNIT = 1e-6  # of float32 below 4, as in test_resize_posemb.py
+WIDTH, PARAMETERS = 768, 85_798_656  # D, and the parameters without a head
+DEPTH, REDUCED_DEPTH, BLOCK_PARAMETERS = 12, 2, 7_087_872  # blocks, and parameters per block
+HALF_UNIT = 1e-6  # float32 rounding below 4, as in test_resize_posemb.py
 SMALL = ("data.batch_size=2", "run.log_every=1", "run.threads=1")
 ONE_STEP = ("optim.steps=1", "optim.warmup_steps=0")
-TWO_STEPS = ("optim.epochs=0.4",)  # of 10 images: val takes one of each class
+TWO_STEPS = ("optim.epochs=0.4",)  # 10 training images; val takes one image of each class
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, and what a run of a step or two has to say to its claims.
+    """A recipe, and the expected outcome of its run of one or two steps.
 
     Attributes:
-        lr: the farthest that a weight of AdamW goes in these steps; 0 where none of them moves.
-        measured: of each claim in turn, whether so short a run can answer it with a figure.
+        lr: the largest weight change that AdamW can make in these steps; 0 for no change.
+        measured: for each claim, whether so short a run can measure it.
     """
 
     tag: str
@@ -87,18 +86,18 @@ CASES = {
     "paper_review/experiment_3": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, False)),
 }
 LAUNCHED = "cifar10/vit_b16_224"
-# as experiment 1, and as at 384 px
-IN_THE_LONG_RUN = ("paper_review/experiment_2", "paper_review/experiment_3", "cifar10/vit_b16_224")
+# these repeat the paths of experiment 1 and of 384 px
+LONG_RUN_ONLY = ("paper_review/experiment_2", "paper_review/experiment_3", "cifar10/vit_b16_224")
 
 
-def backbone(depth: int) -> int:
-    """The parameters of the network without a head."""
-    return PARAMETERS - (DEPTH - depth) * BLOCK
+def backbone_parameters(depth: int) -> int:
+    """Number of parameters of the network without a head."""
+    return PARAMETERS - (DEPTH - depth) * BLOCK_PARAMETERS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def as_the_hub_answers() -> Iterator[None]:
-    """Small files come from another address of the hub's own."""
+def redirected_small_files() -> Iterator[None]:
+    """Redirect requests for small files to another address of the same hub."""
     with pytest.MonkeyPatch.context() as patch:
         redirect_small_files(patch)
         yield
@@ -106,18 +105,18 @@ def as_the_hub_answers() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[FEWER, pytest.param(DEPTH, marks=pytest.mark.faults)],
+    params=[REDUCED_DEPTH, pytest.param(DEPTH, marks=pytest.mark.faults)],
     ids="{} blocks".format,
 )
 def depth(request: pytest.FixtureRequest) -> int:
-    """The blocks of the weights on the hub."""
+    """Number of blocks of the weights on the hub."""
     depth: int = request.param
     return depth
 
 
 @pytest.fixture(scope="module")
 def hub(depth: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """The three repositories; large files announce Xet, which clients can do without."""
+    """The three repositories. Large files announce Xet, but clients work without it."""
     with HubServer(xet=True) as hub:
         hub.add_user("alice", token=TOKEN)
         for tag in CLASSES:
@@ -129,34 +128,34 @@ def hub(depth: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubSer
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder for two gigabytes, which do not outlive the test."""
+def large_tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A temporary folder for two gigabytes; deleted right after the test."""
     yield tmp_path
     shutil.rmtree(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_repositories_are_those_that_timm_registers(hub: HubServer, depth: int) -> None:
+def test_repositories_match_the_timm_registry(hub: HubServer, depth: int) -> None:
     for tag, classes in CLASSES.items():
         registered = timm.get_pretrained_cfg(timm_name(tag))
         assert registered.hf_hub_id == f"timm/{timm_name(tag)}"
         assert registered.num_classes == classes
-        held = hub.files(registered.hf_hub_id)
-        told = json.loads(held["config.json"])["pretrained_cfg"]
+        files = hub.files(registered.hf_hub_id)
+        config = json.loads(files["config.json"])["pretrained_cfg"]
         for key in ("mean", "std", "input_size", "interpolation", "crop_pct", "classifier"):
-            asked = getattr(registered, key)
-            assert told[key] == (list(asked) if isinstance(asked, tuple) else asked), key
-        parameters = backbone(depth) + (WIDTH + 1) * classes
+            value = getattr(registered, key)
+            assert config[key] == (list(value) if isinstance(value, tuple) else value), key
+        parameters = backbone_parameters(depth) + (WIDTH + 1) * classes
         header_bytes = 50_000  # at most
-        assert 0 < len(held["model.safetensors"]) - 4 * parameters < header_bytes
+        assert 0 < len(files["model.safetensors"]) - 4 * parameters < header_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tag", CLASSES)
-def test_both_names_give_the_weights_with_the_head_that_they_have(
-    hub: HubServer, depth: int, place: Path, monkeypatch: pytest.MonkeyPatch, tag: str
+def test_timm_and_hub_names_load_the_same_weights_and_head(
+    hub: HubServer, depth: int, large_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
-    point_clients_at(hub, monkeypatch, place / "home")
+    point_clients_at(hub, monkeypatch, large_tmp_path / "home")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     served = load(hub.files(f"timm/{timm_name(tag)}")["model.safetensors"])
     assert ("head.weight" in served) == bool(CLASSES[tag])
@@ -172,91 +171,101 @@ def test_both_names_give_the_weights_with_the_head_that_they_have(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(c, marks=[pytest.mark.faults] * (c in IN_THE_LONG_RUN)) for c in CASES],
+    [pytest.param(c, marks=[pytest.mark.faults] * (c in LONG_RUN_ONLY)) for c in CASES],
 )
-def test_from_the_name_to_the_push(
-    hub: HubServer, depth: int, place: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+def test_train_and_push_from_the_timm_name(
+    hub: HubServer, depth: int, large_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     case, destination = CASES[recipe], f"alice/{Path(recipe).name}"
-    asked = len(hub.requests)
+    num_earlier_requests = len(hub.requests)
     overrides = [*SMALL, *case.shorter, f"run.push_to={destination}"]
     overrides += [f"model.args.depth={depth}"] * (depth < DEPTH)
-    launches = recipe == LAUNCHED and depth == DEPTH
-    out, said = (launch if launches else run)(hub, place, recipe, *overrides)
-    requests = [f"{method} {path}" for method, path in hub.requests[asked:]]
+    with_launcher = recipe == LAUNCHED and depth == DEPTH
+    out, output = (train_with_launcher if with_launcher else train_in_fork)(
+        hub, large_tmp_path, recipe, *overrides
+    )
+    requests = [f"{method} {path}" for method, path in hub.requests[num_earlier_requests:]]
 
     record = json.loads((out / "run.json").read_text())
     assert record["status"] == "done"
     check_source(hub, case, record, requests, depth)
     check_weights(hub, case, out)
-    check_claims(case, out, said)
+    check_claims(case, out, output)
     assert record["plan"]["images"] == {"train": 10, "val": 10, "test": ROWS["test"]}
     check_push(hub, destination, out, record)
-    check_timm(hub, monkeypatch, place, destination, out, case.image_size)
-    forget(hub, destination)
+    check_timm(hub, monkeypatch, large_tmp_path, destination, out, case.image_size)
+    delete_pushed_weights(hub, destination)
 
 
-def test_what_the_client_asks_besides_may_fail_after_a_redirect(
+def test_failed_telemetry_after_a_redirect_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file's other address is the hub's own, which makes no store of files of it."""
+    """A redirect within the hub must not mark the hub as a file storage host."""
     with HubServer() as hub:
         hub.add_repo("timm/some", {"config.json": b"{}"})
         point_clients_at(hub, monkeypatch, tmp_path / "home")
         hub.fail("GET /api/telemetry", times=None)
-        with monitor_requests() as watch:
+        with monitor_requests() as monitor:
             path = hf_hub_download("timm/some", "config.json")
-            answer = get_session().get(f"{hub.url}/api/telemetry/some")
+            response = get_session().get(f"{hub.url}/api/telemetry/some")
         assert Path(path).read_bytes() == b"{}"
         assert hub.count("GET /api/resolve-cache/") == 1
-        assert (answer.status_code, watch.last_error) == (503, None)
+        assert (response.status_code, monitor.last_error) == (503, None)
 
 
-def text_of(recipe: str) -> str:
-    """A recipe's text, with the command to launch it at the head."""
+def read_recipe(recipe: str) -> str:
+    """Read a recipe; its first line must be the launch command."""
     text = (REPOSITORY / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
     assert text.startswith(f"# accelerate launch -m finetune train recipes/{recipe}.yaml\n")
     return text
 
 
-def launch(hub: HubServer, place: Path, recipe: str, *overrides: str) -> tuple[Path, str]:
-    """Train by the command at the head of a recipe, with a cold cache, to a good end.
+def train_with_launcher(
+    hub: HubServer, large_tmp_path: Path, recipe: str, *overrides: str
+) -> tuple[Path, str]:
+    """Train with the command in the header of a recipe and a cold cache; the run must succeed.
 
-    Returns: the run directory, and what was said.
+    Returns: the run directory, and the output.
     """
-    environment = hub.environment(place / "home", TOKEN)
+    environment = hub.environment(large_tmp_path / "home", TOKEN)
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options: dict[str, Any] = {"recipe": text_of(recipe), "options": (), "environment": environment}
-    with launch_training(place, *overrides, **options) as ended:
-        ended.wait_for_end()
-    assert ended.process.returncode == 0, ended.text
-    assert "Traceback" not in ended.text
-    return ended.out, ended.text
+    options: dict[str, Any] = {
+        "recipe": read_recipe(recipe),
+        "options": (),
+        "environment": environment,
+    }
+    with launch_training(large_tmp_path, *overrides, **options) as finished:
+        finished.wait_for_end()
+    assert finished.process.returncode == 0, finished.text
+    assert "Traceback" not in finished.text
+    return finished.out, finished.text
 
 
-def run(hub: HubServer, place: Path, recipe: str, *overrides: str) -> tuple[Path, str]:
+def train_in_fork(
+    hub: HubServer, large_tmp_path: Path, recipe: str, *overrides: str
+) -> tuple[Path, str]:
     """Train in a forked process, which has imported torch already."""
-    path, out = place / "recipe.yaml", place / "run"
-    path.write_text(text_of(recipe))
+    path, out = large_tmp_path / "recipe.yaml", large_tmp_path / "run"
+    path.write_text(read_recipe(recipe))
 
     def work() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             raise SystemExit(main(["train", str(path), *overrides, "--out", str(out)]))
 
     with pytest.MonkeyPatch.context() as patch:
-        point_clients_at(hub, patch, place / "home", TOKEN)
+        point_clients_at(hub, patch, large_tmp_path / "home", TOKEN)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         disable_report_and_plots(patch)
-        ended = run_in_child(work)
-    check_child_success(ended)
-    assert "Traceback" not in ended.output
-    return out, ended.output
+        finished = run_in_child(work)
+    check_child_success(finished)
+    assert "Traceback" not in finished.output
+    return out, finished.output
 
 
 def check_source(
     hub: HubServer, case: Case, record: dict[str, Any], requests: list[str], depth: int
 ) -> None:
-    """The weights came once, from the repository and the commit that the record names."""
+    """The run downloaded the weights once, from the repository and commit in its record."""
     content = hub.files(case.source)["model.safetensors"]
     sha256 = hashlib.sha256(content).hexdigest()
     grid = case.image_size // 16
@@ -270,7 +279,9 @@ def check_source(
         "license": "apache-2.0",
         "pretrained": True,
         "posemb": "none" if grid == 14 else "paper",
-        "parameters": backbone(depth) + (grid**2 - 196) * WIDTH + (WIDTH + 1) * len(CIFAR10),
+        "parameters": backbone_parameters(depth)
+        + (grid**2 - 196) * WIDTH
+        + (WIDTH + 1) * len(CIFAR10),
     }
     weights = record["plan"]["weights"]
     assert {key: weights.get(key) for key in expected} == expected
@@ -281,9 +292,10 @@ def check_source(
 
 
 def check_weights(hub: HubServer, case: Case, out: Path) -> None:
-    """All tensors are the hub's but the head, which was zero: its gradient alone was not.
+    """All tensors except the head match the hub's, up to the largest AdamW update.
 
-    So one step leaves the rest as it is, bit for bit; a second one goes no farther than AdamW can.
+    The head starts at zero, so in the first step only the head has a nonzero gradient, and the
+    other tensors stay bit-identical. A second step changes them by at most the AdamW bound.
     """
     served = load(hub.files(case.source)["model.safetensors"])
     state = load_file(out / "model" / "model.safetensors")
@@ -297,7 +309,9 @@ def check_weights(hub: HubServer, case: Case, out: Path) -> None:
         posemb_1ND, source_1ND = state.pop("pos_embed"), served.pop("pos_embed")
         assert posemb_1ND.shape == (1, 1 + 24 * 24, WIDTH)
         assert torch.equal(posemb_1ND[:, :1], source_1ND[:, :1])
-        np.testing.assert_allclose(posemb_1ND[:, 1:], zoomed(source_1ND), atol=HALF_UNIT, rtol=0)
+        np.testing.assert_allclose(
+            posemb_1ND[:, 1:], zoom_posemb(source_1ND), atol=HALF_UNIT, rtol=0
+        )
     farthest = {name: float((state[name] - served[name]).abs().max()) for name in served}
     assert max(farthest.values()) <= case.lr
     assert min(farthest.values()) > 0 or case.lr == 0
@@ -307,37 +321,39 @@ def check_weights(hub: HubServer, case: Case, out: Path) -> None:
     assert losses[0] == pytest.approx(math.log(len(CIFAR10)), abs=1e-6)
 
 
-def zoomed(source_1ND: Tensor) -> np.ndarray[Any, Any]:
-    """The grid at 24 x 24, by the function that the paper's code calls."""
+def zoom_posemb(source_1ND: Tensor) -> np.ndarray[Any, Any]:
+    """Resize the grid to 24 x 24 with the function that the paper's code calls."""
     grid = source_1ND[0, 1:].double().numpy().reshape(14, 14, WIDTH)
     return zoom(grid, (24 / 14, 24 / 14, 1), order=1).reshape(1, -1, WIDTH)
 
 
-def check_claims(case: Case, out: Path, said: str) -> None:
-    """Each claim of the recipe is answered, in its order: with a figure or with why not."""
+def check_claims(case: Case, out: Path, output: str) -> None:
+    """Each claim of the recipe has a result, in recipe order: a value, or why it has none."""
     claims = [claim.model_dump(mode="json") for claim in load_recipe(out / "recipe.yaml").claims]
     answers = json.loads((out / "results.json").read_text())["claims"]
-    given = [{key: row[key] for key in claim} for row, claim in zip(answers, claims, strict=True)]
-    assert given == claims
+    reported_claims = [
+        {key: row[key] for key in claim} for row, claim in zip(answers, claims, strict=True)
+    ]
+    assert reported_claims == claims
     assert tuple(row["measured"] is not None for row in answers) == case.measured
     for row in answers:
         assert (row["verdict"] == "not measured") == (row["measured"] is None)
         what, _, measured = format_claim(row)
         start = f"claim {what}: {row['verdict']}: "
-        (line,) = {line for line in said.splitlines() if line.startswith(start)}
+        (line,) = {line for line in output.splitlines() if line.startswith(start)}
         assert (row["how"] if row["measured"] is None else measured) in line
 
 
 def check_push(hub: HubServer, destination: str, out: Path, record: dict[str, Any]) -> None:
-    """One commit holds the folder of the model, byte for byte."""
+    """One commit contains the model folder, byte for byte."""
     (commit, *earlier) = hub.commits(destination)
-    assert len(earlier) == 1  # the one that creates a repository
+    assert len(earlier) == 1  # the initial commit of the repository
     assert record["pushed"]["commit"] == commit
-    held = hub.files(destination)
-    held.pop(".gitattributes")
-    assert held.keys() == set(PUBLISHED_FILES)
-    assert held == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
-    card = held["README.md"].decode()
+    files = hub.files(destination)
+    files.pop(".gitattributes")
+    assert files.keys() == set(PUBLISHED_FILES)
+    assert files == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
+    card = files["README.md"].decode()
     for line in (f"base_model: {record['plan']['weights']['repository']}", "- uoft-cs/cifar10"):
         assert line in card.splitlines()
 
@@ -345,29 +361,29 @@ def check_push(hub: HubServer, destination: str, out: Path, record: dict[str, An
 def check_timm(
     hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,
-    place: Path,
+    large_tmp_path: Path,
     destination: str,
     out: Path,
     image_size: int,
 ) -> None:
-    """timm alone loads what was pushed, and gives the same logits."""
-    point_clients_at(hub, monkeypatch, place / "elsewhere")
+    """timm alone loads the pushed model and gives the same logits."""
+    point_clients_at(hub, monkeypatch, large_tmp_path / "elsewhere")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     network = timm.create_model(f"hf-hub:{destination}", pretrained=True).eval()
-    told = timm.data.resolve_model_data_config(network)
-    ours = Classifier.load(out, device="cpu")
-    assert network.pretrained_cfg["label_names"] == ours.class_names == CIFAR10
-    assert tuple(told["input_size"]) == (3, image_size, image_size)
-    assert tuple(told["mean"]) == tuple(load_recipe(out / "recipe.yaml").data.mean or [0.5] * 3)
+    config = timm.data.resolve_model_data_config(network)
+    classifier = Classifier.load(out, device="cpu")
+    assert network.pretrained_cfg["label_names"] == classifier.class_names == CIFAR10
+    assert tuple(config["input_size"]) == (3, image_size, image_size)
+    assert tuple(config["mean"]) == tuple(load_recipe(out / "recipe.yaml").data.mean or [0.5] * 3)
     images_BCHW = torch.randn(1, 3, image_size, image_size)
     with torch.inference_mode():
         logits_BK = network(images_BCHW)
-    torch.testing.assert_close(logits_BK, ours.logits(images_BCHW), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_BK, classifier.logits(images_BCHW), rtol=0, atol=1e-5)
     assert logits_BK.std(dim=1).min() > 0
 
 
-def forget(hub: HubServer, destination: str) -> None:
-    """Let go of what was pushed: a third of a gigabyte."""
+def delete_pushed_weights(hub: HubServer, destination: str) -> None:
+    """Free the pushed weights: a third of a gigabyte."""
     weights = hub.store.repositories.pop(("model", destination)).find("main")
     assert weights is not None
     del hub.store.objects[weights.files["model.safetensors"].sha256]

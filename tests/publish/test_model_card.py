@@ -1,4 +1,4 @@
-"""The card: YAML the hub can read, and the run's own figures."""
+"""The model card: YAML that the hub accepts, and the metrics of the run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WEIGHTS = {
 }
 
 
-def facts(**changes: Any) -> CardContent:
-    known: dict[str, Any] = {
+def card_content(**changes: Any) -> CardContent:
+    defaults: dict[str, Any] = {
         "recipe": RECIPE,
         "record": {
             "versions": {"torch": "2.15.0"},
@@ -58,12 +58,12 @@ def facts(**changes: Any) -> CardContent:
         "weights": WEIGHTS,
         "repository": "alice/my-vit",
     }
-    return CardContent(**{**known, **changes})
+    return CardContent(**{**defaults, **changes})
 
 
-def test_the_head_says_what_the_hub_asks_for() -> None:
-    head, _ = render_card(facts()).split("---\n", 2)[1:]
-    found = yaml.safe_load(head)
+def test_yaml_header_has_the_hub_metadata() -> None:
+    header, _ = render_card(card_content()).split("---\n", 2)[1:]
+    found = yaml.safe_load(header)
     index = found.pop("model-index")
     assert found == {
         "license": "apache-2.0",
@@ -77,24 +77,24 @@ def test_the_head_says_what_the_hub_asks_for() -> None:
     }
     metrics = index[0]["results"][0]["metrics"]
     assert index[0]["name"] == "my-vit"
-    assert {one["type"]: one["value"] for one in metrics} == {
+    assert {metric["type"]: metric["value"] for metric in metrics} == {
         "accuracy": 0.98765,
         "top-5-accuracy": 1.0,
         "cross-entropy": 0.1,
         "expected-calibration-error": 0.02,
     }
-    assert all(type(one["value"]) is float for one in metrics)
+    assert all(type(metric["value"]) is float for metric in metrics)
 
 
-def test_the_clients_own_reader_takes_the_card() -> None:
-    card = ModelCard(render_card(facts()))
+def test_huggingface_hub_parses_the_card() -> None:
+    card = ModelCard(render_card(card_content()))
     assert card.data.eval_results[0].metric_value == TEST["top1"]
     assert card.data.license == "apache-2.0"
 
 
-def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
+def test_metrics_come_from_the_run_with_spread_over_seeds() -> None:
     other = {"test": {**TEST, "top1": 0.96755}}
-    text = render_card(facts(seed_results=[(0, {"test": TEST}), (1, other)]))
+    text = render_card(card_content(seed_results=[(0, {"test": TEST}), (1, other)]))
     assert "| test | 355 | 0.9877 | 1.0000 | 0.1000 | 0.0200 |" in text
     assert "| test, mean ± std of 2 seeds (0, 1) | 355 | 0.9776 ± 0.0142 |" in text
     assert "| val |" not in text
@@ -102,12 +102,14 @@ def test_the_figures_are_the_runs_and_seeds_have_a_spread() -> None:
     assert "step 4" in text
 
 
-def test_thresholds_of_several_labels_that_were_never_fitted() -> None:
-    several = parse_recipe(RECIPE.to_yaml(), overrides=["data.task=multilabel", "run.best=val.map"])
+def test_multilabel_thresholds_without_validation() -> None:
+    multilabel = parse_recipe(
+        RECIPE.to_yaml(), overrides=["data.task=multilabel", "run.best=val.map"]
+    )
     row = dict.fromkeys(("ap", "precision", "recall", "f1")) | {"support": 0, "threshold": 0.5}
     test = {"map": 0.4, "macro_f1": 0.3, "micro_f1": 0.2, "loss": 0.1, "examples": 355}
     results = {"steps": 5, "best_step": 4, "test": {**test, "per_class": [row] * 40}}
-    text = render_card(facts(recipe=several, results=results))
+    text = render_card(card_content(recipe=multilabel, results=results))
     assert "| test | 355 | 0.4000 | 0.3000 | 0.2000 | 0.1000 |" in text
     assert "| class 29 | 0.5000 | – | – | – | – |" in text
     assert "class 30" not in text, "results.json has them"
@@ -115,44 +117,50 @@ def test_thresholds_of_several_labels_that_were_never_fitted() -> None:
     assert "no validation split" in text
 
 
-def test_figures_on_few_images_carry_their_uncertainty() -> None:
-    few = {**TEST, "top1": 0.75, "examples": 20}
-    many = {**TEST, "examples": 1000}
-    text = render_card(facts(results={"steps": 5, "best_step": 4, "val": few, "test": TEST}))
+def test_metrics_on_few_images_have_confidence_intervals() -> None:
+    few_images = {**TEST, "top1": 0.75, "examples": 20}
+    many_images = {**TEST, "examples": 1000}
+    text = render_card(
+        card_content(results={"steps": 5, "best_step": 4, "val": few_images, "test": TEST})
+    )
     low, high = (f"{100 * end:.1f}" for end in wilson_interval(15, 20))
     assert f"{low}–{high} % (validation)" in text
     assert "97.1–99.6 % (test)" in text
     assert "> **Too few images** to judge the model: 20 images of validation." in text
     assert "No test split" not in text
-    alone = render_card(facts(results={"steps": 5, "best_step": 4, "val": many}))
-    assert "95 % interval" not in alone
-    assert "Too few images" not in alone
-    assert "No test split was measured." in alone
-    assert "images like those of the validation split" in alone
+    without_test = render_card(
+        card_content(results={"steps": 5, "best_step": 4, "val": many_images})
+    )
+    assert "95 % interval" not in without_test
+    assert "Too few images" not in without_test
+    assert "No test split was measured." in without_test
+    assert "images like those of the validation split" in without_test
     last = parse_recipe(RECIPE.to_yaml(), overrides=["run.best=last"])
-    unchosen = render_card(facts(recipe=last, results={"steps": 5, "best_step": 5, "val": many}))
-    assert "chose the weights" in alone
-    assert "chose the weights" not in unchosen
+    with_last = render_card(
+        card_content(recipe=last, results={"steps": 5, "best_step": 5, "val": many_images})
+    )
+    assert "chose the weights" in without_test
+    assert "chose the weights" not in with_last
 
 
 @pytest.mark.parametrize("num_classes", [2, 5, 6])
-def test_five_classes_have_no_top5(num_classes: int) -> None:
-    config = {**facts().config, "label_names": [f"class {i}" for i in range(num_classes)]}
-    text = render_card(facts(config=config))
+def test_top5_needs_more_than_five_classes(num_classes: int) -> None:
+    config = {**card_content().config, "label_names": [f"class {i}" for i in range(num_classes)]}
+    text = render_card(card_content(config=config))
     assert ("top-5" in text) == (num_classes > 5)
     assert "| test | 355 | 0.9877 |" in text
 
 
-def test_a_temperature_that_does_harm_is_advised_against() -> None:
+def test_warns_against_a_harmful_temperature() -> None:
     scaled = {"temperature": 0.05, "ece": 0.03, "loss": 0.4}
     results = {"steps": 5, "best_step": 4, "test": {**TEST, "calibrated": scaled}}
-    text = render_card(facts(results=results))
+    text = render_card(card_content(results=results))
     assert "Do not divide the logits by 0.05" in text
     assert "0.4000 instead of 0.1000" in text
     assert "Dividing the logits" not in text
 
 
-def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
+def test_card_has_usage_results_and_provenance() -> None:
     results = {
         "steps": 5,
         "best_step": 4,
@@ -169,7 +177,7 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
             }
         ],
     }
-    text = render_card(facts(results=results, plots=["curves.png", "confusion.png"]))
+    text = render_card(card_content(results=results, plots=["curves.png", "confusion.png"]))
     for part in (
         'timm.create_model("hf-hub:alice/my-vit", pretrained=True)',
         'finetune.Classifier.load("hf-hub:alice/my-vit")',
@@ -191,69 +199,72 @@ def test_a_reader_finds_what_he_needs_to_judge_and_to_repeat() -> None:
     assert "](reliability.png)" not in text
 
 
-def test_the_recipe_in_the_card_is_the_recipe() -> None:
-    text = render_card(facts()).split("```yaml\n")[1].split("```")[0]
+def test_embedded_recipe_equals_the_recipe() -> None:
+    text = render_card(card_content()).split("```yaml\n")[1].split("```")[0]
     assert parse_recipe(text) == RECIPE
 
 
 @pytest.mark.parametrize("name", ["<script>x</script>", "a|b", "two\nlines", "[x](javascript:1)"])
-def test_class_names_are_text_and_no_markup(name: str) -> None:
-    config = {**facts().config, "label_names": [name, "other"]}
-    text = render_card(facts(config=config))
+def test_class_names_are_escaped(name: str) -> None:
+    config = {**card_content().config, "label_names": [name, "other"]}
+    text = render_card(card_content(config=config))
     line = next(line for line in text.splitlines() if line.startswith("Classes (2)"))
     assert "<" not in line
     assert "](" not in line
     assert line.endswith(", other.")
 
 
-@pytest.mark.parametrize("licence", ["dinov3-license", "NVIDIA Open Model"])
-def test_a_licence_that_the_hub_does_not_know_is_named(licence: str) -> None:
-    text = render_card(facts(weights={**WEIGHTS, "license": licence}))
+@pytest.mark.parametrize("license_id", ["dinov3-license", "NVIDIA Open Model"])
+def test_license_unknown_to_the_hub_is_named(license_id: str) -> None:
+    text = render_card(card_content(weights={**WEIGHTS, "license": license_id}))
     found = yaml.safe_load(text.split("---\n")[1])
-    assert (found["license"], found["license_name"]) == ("other", licence.lower().replace(" ", "-"))
+    assert (found["license"], found["license_name"]) == (
+        "other",
+        license_id.lower().replace(" ", "-"),
+    )
     assert check_card(text, "model") == ([], [])
 
 
 @pytest.mark.parametrize("name", ["my photos", "ph|ot`os <b>", "..", "-a--b..c-"])
-def test_a_folder_of_any_name_makes_a_card_that_the_hub_takes(name: str) -> None:
+def test_hub_accepts_any_data_folder_name(name: str) -> None:
     data = RECIPE.data.model_copy(update={"source": f"folder:{name}"})
-    text = render_card(facts(recipe=RECIPE.model_copy(update={"data": data})))
+    text = render_card(card_content(recipe=RECIPE.model_copy(update={"data": data})))
     assert check_card(text, "model") == ([], [])
 
 
-def test_random_weights_have_no_base_and_local_data_a_name() -> None:
+def test_random_weights_have_no_base_model_and_local_data_has_a_name() -> None:
     recipe: Recipe = parse_recipe(
         "model: {name: vit_tiny_patch16_224, pretrained: false}\n"
         "data: {source: 'folder:photos'}\noptim: {lr: 1, steps: 5}\n"
     )
     text = render_card(
-        facts(
+        card_content(
             recipe=recipe,
             weights={},
             repository=None,
             results={"steps": 5, "best_step": 5, "val": TEST},
         )
     )
-    head = yaml.safe_load(text.split("---\n")[1])
-    assert "base_model" not in head
-    assert "license" not in head
-    assert "model-index" not in head  # nothing was tested
-    assert head["datasets"] == ["photos"]
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert "base_model" not in header
+    assert "license" not in header
+    assert "model-index" not in header  # nothing was tested
+    assert header["datasets"] == ["photos"]
     assert "trained from random weights on photos" in text
     assert "license of the pretrained weights is not recorded" in text
 
 
-def test_what_must_be_known_first_stands_first() -> None:
+def test_note_is_the_first_line() -> None:
     recipe = RECIPE.model_copy(
         update={"run": RECIPE.run.model_copy(update={"note": "not <b>the</b> experiment"})}
     )
-    body = render_card(facts(recipe=recipe)).split("---\n", 2)[2]
+    body = render_card(card_content(recipe=recipe)).split("---\n", 2)[2]
     lines = [line for line in body.splitlines() if line]
     assert lines[1] == "> not &lt;b&gt;the&lt;/b&gt; experiment"
 
 
 @pytest.mark.parametrize(
-    "licence,keys",
+    "license_id,keys",
     [
         ("apache-2.0", {"license": "apache-2.0"}),
         ("other", {"license": "other"}),
@@ -264,5 +275,5 @@ def test_what_must_be_known_first_stands_first() -> None:
         ("", {}),
     ],
 )
-def test_licence_keys(licence: str | None, keys: dict[str, str]) -> None:
-    assert license_metadata(licence) == keys
+def test_license_metadata(license_id: str | None, keys: dict[str, str]) -> None:
+    assert license_metadata(license_id) == keys

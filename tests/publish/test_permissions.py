@@ -1,4 +1,4 @@
-"""Permissions: each reason for which the hub would refuse, with a message of its own."""
+"""Push permissions: each reason for which the hub would reject a push has its own message."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from refusals import refused
 from finetune.errors import HubError
 from finetune.publish.permissions import check_rights
 
-Patch = pytest.MonkeyPatch
-
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-def refusal(repository: str = "alice/net", **options: Any) -> str:
+def rejection_message(repository: str = "alice/net", **options: Any) -> str:
     with pytest.raises(HubError) as caught:
         check_rights(repository, **options)
     assert caught.value.exit_code == 7
@@ -30,10 +28,10 @@ def refusal(repository: str = "alice/net", **options: Any) -> str:
     return message
 
 
-def tell(monkeypatch: Patch, **answer: Any) -> None:
-    """Let whoami answer what the loopback hub cannot."""
-    told = {"name": "alice", "orgs": [], **answer}
-    monkeypatch.setattr(HfApi, "whoami", lambda self, **_: told)
+def set_whoami(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Make whoami return fields that the loopback hub cannot."""
+    response = {"name": "alice", "orgs": [], **fields}
+    monkeypatch.setattr(HfApi, "whoami", lambda self, **_: response)
 
 
 def fine_grained(*scoped: tuple[str, str]) -> dict[str, Any]:
@@ -44,45 +42,45 @@ def fine_grained(*scoped: tuple[str, str]) -> dict[str, Any]:
 class TestAllowed:
     @pytest.mark.parametrize("repository", ["alice/new", "zoo/new", "Alice/new", "alice/mine"])
     @pytest.mark.parametrize("private", [False, True])
-    def test_without_creating_anything(
-        self, hub: HubServer, repository: str, private: bool
-    ) -> None:
+    def test_check_creates_nothing(self, hub: HubServer, repository: str, private: bool) -> None:
         hub.add_repo("alice/mine", private=True)
         check_rights(repository, private=private)
         assert {method for method, _ in hub.requests} == {"GET"}
         assert list(hub.store.repositories) == [("model", "alice/mine")]
 
-    def test_a_public_push_to_a_private_repository(self, hub: HubServer) -> None:
+    def test_public_push_to_a_private_repository(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine", private=True)
         check_rights("alice/mine")
         assert hub.store.repository("alice/mine").private
 
-    def test_a_branch(self, hub: HubServer) -> None:
+    def test_new_branch(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine")
         check_rights("alice/mine", revision="new/branch")
         assert list(hub.store.repository("alice/mine").branches) == ["main"]
 
     @pytest.mark.parametrize("entity", ["alice", "alice/net"])
-    def test_a_fine_grained_token(self, hub: HubServer, monkeypatch: Patch, entity: str) -> None:
-        tell(monkeypatch, auth=fine_grained(("zoo", "x"), (entity, "repo.write")))
+    def test_fine_grained_token_with_write_access(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, entity: str
+    ) -> None:
+        set_whoami(monkeypatch, auth=fine_grained(("zoo", "x"), (entity, "repo.write")))
         check_rights("alice/net")
 
     @pytest.mark.parametrize(
         "auth", [None, {"type": "oauth"}, {"accessToken": {"role": "fineGrained"}}]
     )
-    def test_a_token_whose_rights_are_not_told(
-        self, hub: HubServer, monkeypatch: Patch, auth: Any
+    def test_token_with_unknown_rights(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, auth: Any
     ) -> None:
-        tell(monkeypatch, auth=auth)
+        set_whoami(monkeypatch, auth=auth)
         check_rights("alice/net")
 
-    def test_a_hub_without_the_question_for_write_access(self, hub: HubServer) -> None:
+    def test_hub_without_the_write_check_endpoint(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine")
         hub.fail("auth-check", status=404)
         check_rights("alice/mine")
         assert hub.count("auth-check/write") == 1
 
-    def test_one_503_for_each_question(self, hub: HubServer) -> None:
+    def test_one_503_per_request_is_retried(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine")
         for pattern in ("whoami", r"models/alice/mine(\?|$)", "auth-check", "refs"):
             hub.fail(pattern)
@@ -90,23 +88,25 @@ class TestAllowed:
         assert [fault.times for fault in hub.faults] == [0, 0, 0, 0]
 
 
-class TestRefused:
-    def test_every_reason_reads_differently(self, hub: HubServer, monkeypatch: Patch) -> None:
+class TestRejected:
+    def test_every_reason_has_its_own_message(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         hub.add_repo("alice/public")
         hub.add_repo("bob/public")
         messages = {
-            "a public one": refusal("alice/public", private=True),
-            "somebody's": refusal("bob/public"),
-            "somebody's name": refusal("bob/new"),
+            "a public one": rejection_message("alice/public", private=True),
+            "somebody's": rejection_message("bob/public"),
+            "somebody's name": rejection_message("bob/new"),
         }
         monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
-        messages["a read token"] = refusal()
+        messages["a read token"] = rejection_message()
         monkeypatch.setenv("HF_TOKEN", "hf_nobodys")
-        messages["a wrong token"] = refusal()
+        messages["a wrong token"] = rejection_message()
         monkeypatch.delenv("HF_TOKEN")
-        messages["no token"] = refusal()
+        messages["no token"] = rejection_message()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        messages["offline"] = refusal()
+        messages["offline"] = rejection_message()
         words = {
             "a public one": "is public already",
             "somebody's": "'bob' is neither you (alice) nor one of your organizations (zoo)",
@@ -121,45 +121,47 @@ class TestRefused:
         assert len(set(messages.values())) == len(messages)
         assert not hub.count("POST")
 
-    def test_a_read_token_before_anything_else(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_read_token_is_rejected_first(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """create_repo(exist_ok=True) would succeed here."""
         hub.add_repo("alice/mine")
         monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
         HfApi().create_repo("alice/mine", exist_ok=True)
-        assert "may only read" in refusal("alice/mine")
+        assert "may only read" in rejection_message("alice/mine")
 
-    def test_somebodys_private_repository_looks_like_none(self, hub: HubServer) -> None:
+    def test_private_repository_of_another_user_looks_missing(self, hub: HubServer) -> None:
         hub.add_repo("bob/secret", private=True)
-        assert "'bob' is neither you" in refusal("bob/secret")
+        assert "'bob' is neither you" in rejection_message("bob/secret")
 
-    def test_ones_own_organization_may_not_let_one_write(
-        self, hub: HubServer, monkeypatch: Patch
+    def test_organization_without_write_access(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub.add_repo("zoo/mine")
         hub.fail("auth-check/write", status=403)
-        assert "does not let you (alice) write" in refusal("zoo/mine")
-        tell(monkeypatch, orgs=[{"name": "zoo", "roleInOrg": "read"}])
-        assert "you may only read in the organization 'zoo'" in refusal("zoo/new")
+        assert "does not let you (alice) write" in rejection_message("zoo/mine")
+        set_whoami(monkeypatch, orgs=[{"name": "zoo", "roleInOrg": "read"}])
+        assert "you may only read in the organization 'zoo'" in rejection_message("zoo/new")
 
     @pytest.mark.parametrize(
         "scoped", [(), (("zoo", "repo.write"),), (("alice", "repo.content.read"),)]
     )
-    def test_a_fine_grained_token_without_the_right(
-        self, hub: HubServer, monkeypatch: Patch, scoped: tuple[tuple[str, str], ...]
+    def test_fine_grained_token_without_write_access(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, scoped: tuple[tuple[str, str], ...]
     ) -> None:
-        tell(monkeypatch, auth=fine_grained(*scoped))
-        assert "the fine-grained token of HF_TOKEN lacks write access" in refusal()
+        set_whoami(monkeypatch, auth=fine_grained(*scoped))
+        assert "the fine-grained token of HF_TOKEN lacks write access" in rejection_message()
 
-    def test_a_hub_that_is_out_of_order(self, hub: HubServer) -> None:
+    def test_unavailable_hub(self, hub: HubServer) -> None:
         hub.fail("whoami", times=None)
-        assert refusal().endswith(
+        assert rejection_message().endswith(
             "failed 5 times: the hub returned 503 (injected fault); try again"
         )
 
 
 class TestNames:
     @pytest.mark.parametrize(
-        "name, meant",
+        "name, suggestion",
         [
             ("net", "alice/net"),
             ("hf-hub:alice/net", "alice/net"),
@@ -171,15 +173,17 @@ class TestNames:
             ("alice/", "alice/alice"),
         ],
     )
-    def test_a_suggestion(self, hub: HubServer, name: str, meant: str) -> None:
-        with refused("recipe.wrong_value", f"did you mean '{meant}'") as caught:
+    def test_invalid_name_suggests_a_valid_one(
+        self, hub: HubServer, name: str, suggestion: str
+    ) -> None:
+        with refused("recipe.wrong_value", f"did you mean '{suggestion}'") as caught:
             check_rights(name)
         assert f"'{name}'" in str(caught.value)
         assert caught.value.exit_code == 2
 
     @pytest.mark.parametrize("token", [None, "hf_wrong", OTHER_TOKEN])
-    def test_whose_name_is_suggested(
-        self, hub: HubServer, monkeypatch: Patch, token: str | None
+    def test_suggestion_starts_with_the_token_owner(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None
     ) -> None:
         monkeypatch.delenv("HF_TOKEN")
         if token:
@@ -189,17 +193,17 @@ class TestNames:
             check_rights("net")
 
     @pytest.mark.parametrize("revision", ["", "a b", "-x", "a//b", "/a", SHA])
-    def test_what_is_no_branch(self, hub: HubServer, revision: str) -> None:
+    def test_invalid_branch_names(self, hub: HubServer, revision: str) -> None:
         with refused("recipe.wrong_value", "--revision"):
             check_rights("alice/net", revision=revision)
         assert not hub.requests
 
-    def test_a_tag(self, hub: HubServer) -> None:
+    def test_tag_is_not_a_branch(self, hub: HubServer) -> None:
         hub.add_repo("alice/mine")
         hub.tag("alice/mine", "v1")
         with refused("recipe.wrong_value", "--revision", "v1"):
             check_rights("alice/mine", revision="v1")
 
 
-def test_the_tokens_of_this_file_would_be_noticed() -> None:
+def test_tokens_of_this_file_have_the_detected_prefix() -> None:
     assert all(token.startswith("hf_") for token in (WRITE_TOKEN, READ_TOKEN, OTHER_TOKEN))

@@ -1,4 +1,4 @@
-"""publish/push.py against a hub on loopback: what a push leaves there, whatever happens to it."""
+"""publish/push.py against a hub on loopback: pushes with and without faults."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ from finetune.publish.push import push
 
 __all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 NAMES = {"README.md", "config.json", "model.safetensors"}
-# One request of each kind that a first push makes, in the order in which it makes them.
+# One request of each kind in a first push, in order.
 CALLS = {
     "whoami": "GET /api/whoami",
     "info": r"GET /api/models/alice/net(\?|$)",
@@ -54,7 +53,7 @@ CALLS = {
     "verify": "POST .*/objects/verify",
     "commit": "POST .*/commit/",
 }
-# What comes on top when there is the repository already, and a new branch is asked for.
+# Additional requests for an existing repository and a new branch.
 MORE_CALLS = {
     "auth": "GET .*/auth-check/write",
     "refs": "GET /api/models/alice/net/refs",
@@ -62,8 +61,8 @@ MORE_CALLS = {
 }
 
 
-# A process that sends, with a mistake in it.
-MISTAKEN = """
+# An upload process with a bug.
+BUGGY_PROGRAM = """
 import sys
 sys.path[:] = sys.argv[1:]
 from finetune.publish import push as push_module
@@ -77,13 +76,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in NAMES}
 
 
-def on_hub(hub: HubServer, name: str = "alice/net", revision: str = "main") -> dict[str, bytes]:
+def files_on_hub(
+    hub: HubServer, name: str = "alice/net", revision: str = "main"
+) -> dict[str, bytes]:
     files = hub.files(name, revision)
     return {key: value for key, value in files.items() if key != ".gitattributes"}
 
 
-def failed_push(capsys: Captured, *arguments: str, code: int = 7, token: str = WRITE_TOKEN) -> str:
-    """Run the verb; it must fail with one message and nothing else, and keep the token secret."""
+def failed_push(
+    capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 7, token: str = WRITE_TOKEN
+) -> str:
+    """Run the command; it must fail with exactly one message and never print the token."""
     assert main(["push", *arguments]) == code
     shown = capsys.readouterr()
     assert token not in shown.out + shown.err
@@ -94,11 +97,11 @@ def failed_push(capsys: Captured, *arguments: str, code: int = 7, token: str = W
 
 
 class TestPush:
-    def test_the_first_push_creates_a_public_repository(self, hub: HubServer, folder: Path) -> None:
-        found = push(folder, "alice/net")
-        assert on_hub(hub) == contents(folder)
+    def test_first_push_creates_a_public_repository(self, hub: HubServer, folder: Path) -> None:
+        result = push(folder, "alice/net")
+        assert files_on_hub(hub) == contents(folder)
         first, initial = hub.commits("alice/net")
-        assert found == {
+        assert result == {
             "repository": "alice/net",
             "url": f"{hub.url}/alice/net",
             "commit": first,
@@ -110,15 +113,15 @@ class TestPush:
         assert initial != first
         assert HfApi().model_info("alice/net", token=False).private is False
 
-    def test_unchanged_content_makes_no_commit(self, hub: HubServer, folder: Path) -> None:
+    def test_unchanged_files_make_no_commit(self, hub: HubServer, folder: Path) -> None:
         first = push(folder, "alice/net")
         sent = hub.count("POST .*/(commit|preupload)/")
-        again = push(folder, "alice/net")
-        assert again == {**first, "changed": False}
+        repeated = push(folder, "alice/net")
+        assert repeated == {**first, "changed": False}
         assert hub.count("POST .*/(commit|preupload)/") == sent
         assert hub.commits("alice/net")[0] == first["commit"]
 
-    def test_a_second_push_replaces_everything_and_keeps_what_is_the_users(
+    def test_second_push_replaces_model_files_and_keeps_user_files(
         self, hub: HubServer, tmp_path: Path
     ) -> None:
         first = write_model_folder(tmp_path / "a", results__json="{}")
@@ -132,41 +135,41 @@ class TestPush:
         before = len(hub.commits("alice/net"))
 
         second = write_model_folder(tmp_path / "b", value=2.0)
-        found = push(second, "alice/net")
+        result = push(second, "alice/net")
         assert len(hub.commits("alice/net")) == before + 1
-        assert found["changed"]
-        assert found["commit"] == hub.commits("alice/net")[0]
-        assert set(found["deleted"]) == {*preferred, "reliability.png", "results.json"}
-        assert on_hub(hub) == {**mine, **contents(second)}
+        assert result["changed"]
+        assert result["commit"] == hub.commits("alice/net")[0]
+        assert set(result["deleted"]) == {*preferred, "reliability.png", "results.json"}
+        assert files_on_hub(hub) == {**mine, **contents(second)}
         assert hub.files("alice/net")[".gitattributes"] == attributes
 
-    def test_other_weights_go_though_nothing_else_has_changed(
+    def test_push_deletes_other_weights_even_if_nothing_changed(
         self, hub: HubServer, folder: Path
     ) -> None:
         push(folder, "alice/net")
         hub.commit("alice/net", {"pytorch_model.bin": b"a loader might take these"})
-        found = push(folder, "alice/net")
-        assert found["changed"]
-        assert found["deleted"] == ["pytorch_model.bin"]
-        assert on_hub(hub) == contents(folder)
+        result = push(folder, "alice/net")
+        assert result["changed"]
+        assert result["deleted"] == ["pytorch_model.bin"]
+        assert files_on_hub(hub) == contents(folder)
 
-    def test_one_changed_file_is_all_that_is_sent(self, hub: HubServer, folder: Path) -> None:
+    def test_push_uploads_only_changed_files(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net")
         uploads = hub.count("PUT ")
         (folder / "README.md").write_text(CARD + "More.\n")
         assert push(folder, "alice/net")["changed"]
         assert hub.count("PUT ") == uploads == 1
-        assert on_hub(hub) == contents(folder)
+        assert files_on_hub(hub) == contents(folder)
 
-    def test_private_repositories(self, hub: HubServer, folder: Path) -> None:
+    def test_private_repository_stays_private(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net", private=True)
         assert hub.store.repository("alice/net").private
         push(write_model_folder(folder, value=3.0), "alice/net")
         assert hub.store.repository("alice/net").private, "a push does not publish what is private"
-        assert on_hub(hub)["model.safetensors"] == weight_bytes(3.0)
+        assert files_on_hub(hub)["model.safetensors"] == weight_bytes(3.0)
 
-    def test_a_public_repository_is_not_taken_for_a_private_one(
-        self, hub: HubServer, folder: Path, capsys: Captured
+    def test_private_push_rejects_a_public_repository(
+        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         hub.add_repo("alice/net", {"LICENSE": b"mine"})
         before = hub.commits("alice/net")
@@ -175,41 +178,43 @@ class TestPush:
         assert hub.commits("alice/net") == before
         assert not hub.count("POST")
 
-    def test_one_that_turned_public_meanwhile_is_noticed_too(
-        self, hub: HubServer, folder: Path, monkeypatch: Patch
+    def test_private_push_rejects_a_repository_that_becomes_public(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         create = upload._create_repo_and_branch
 
-        def overtaken(*args: Any, **options: Any) -> None:
+        def interrupted_by_other_commit(*args: Any, **options: Any) -> None:
             hub.add_repo("alice/net")
             create(*args, **options)
 
-        monkeypatch.setattr(upload, "_create_repo_and_branch", overtaken)
+        monkeypatch.setattr(upload, "_create_repo_and_branch", interrupted_by_other_commit)
         with refused("hub.public", "alice/net"):
             push(folder, "alice/net", private=True)
-        assert on_hub(hub) == {}
+        assert files_on_hub(hub) == {}
 
-    def test_a_branch_is_created_and_main_is_left_alone(self, hub: HubServer, folder: Path) -> None:
-        found = push(folder, "alice/net", revision="trial/a")
-        assert found["revision"] == "trial/a"
-        assert hub.commits("alice/net", "trial/a")[0] == found["commit"]
-        assert on_hub(hub, revision="trial/a") == contents(folder)
-        assert on_hub(hub) == {}
-        again = push(write_model_folder(folder, value=2.0), "alice/net", revision="trial/a")
-        assert again["changed"]
-        assert on_hub(hub, revision="trial/a") == contents(folder)
+    def test_push_to_a_new_branch_leaves_main_unchanged(self, hub: HubServer, folder: Path) -> None:
+        result = push(folder, "alice/net", revision="trial/a")
+        assert result["revision"] == "trial/a"
+        assert hub.commits("alice/net", "trial/a")[0] == result["commit"]
+        assert files_on_hub(hub, revision="trial/a") == contents(folder)
+        assert files_on_hub(hub) == {}
+        repeated = push(write_model_folder(folder, value=2.0), "alice/net", revision="trial/a")
+        assert repeated["changed"]
+        assert files_on_hub(hub, revision="trial/a") == contents(folder)
 
-    def test_the_organisations_of_the_user(self, hub: HubServer, folder: Path) -> None:
+    def test_push_to_an_organization(self, hub: HubServer, folder: Path) -> None:
         assert push(folder, "zoo/net")["url"].endswith("/zoo/net")
-        assert on_hub(hub, "zoo/net") == contents(folder)
+        assert files_on_hub(hub, "zoo/net") == contents(folder)
 
-    def test_the_message(self, hub: HubServer, folder: Path) -> None:
+    def test_commit_message(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net", message="Better\n\nmuch better")
         assert HfApi().list_repo_commits("alice/net")[0].title == "Better"
         push(write_model_folder(folder, value=2.0), "alice/net", message=" ")
         assert "finetune" in HfApi().list_repo_commits("alice/net")[0].title
 
-    def test_the_verb(self, hub: HubServer, folder: Path, capsys: Captured) -> None:
+    def test_push_command(
+        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["push", str(folder), "alice/net"]) == 0
         shown = capsys.readouterr()
         assert shown.out.splitlines()[0] == f"{hub.url}/alice/net"
@@ -219,19 +224,19 @@ class TestPush:
 
 class TestRun:
     @pytest.mark.parametrize("status", ["running", "failed (1)", "stopped (143)"])
-    def test_a_run_that_is_not_done(self, hub: HubServer, tmp_path: Path, status: str) -> None:
+    def test_unfinished_run_is_rejected(self, hub: HubServer, tmp_path: Path, status: str) -> None:
         write_model_folder(tmp_path / "run" / "model")
         (tmp_path / "run" / "run.json").write_text(f'{{"status": "{status}"}}')
         with refused("checkpoint.not_finished", "--resume", status):
             push(tmp_path / "run", "alice/net")
         assert not hub.requests
 
-    def test_a_run_without_a_model(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_run_without_a_model(self, hub: HubServer, tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text('{"status": "done"}')
         with refused("checkpoint.not_finished", "model/"):
             push(tmp_path, "alice/net")
 
-    def test_a_folder_that_is_no_model(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_folder_without_a_model(self, hub: HubServer, tmp_path: Path) -> None:
         with refused("weights.not_found", "config.json", "model.safetensors"):
             push(tmp_path, "alice/net")
         with pytest.raises(WeightsError):
@@ -241,24 +246,24 @@ class TestRun:
 class TestFaults:
     @pytest.mark.parametrize("kind", ["503", "429", "reset", "lost"])
     @pytest.mark.parametrize("call", CALLS)
-    def test_one_that_passes(
+    def test_temporary_fault_is_retried(
         self, hub: HubServer, folder: Path, call: str, kind: str, capfd: Any
     ) -> None:
         fault = {"status": int(kind)} if kind.isdigit() else {"kind": kind}
         hub.fail(CALLS[call], times=1, **fault)
-        found = push(folder, "alice/net", private=True)
+        result = push(folder, "alice/net", private=True)
         assert hub.faults[0].times == 0, "the fault was not met"
-        assert found["changed"]
-        assert hub.commits("alice/net")[0] == found["commit"]
+        assert result["changed"]
+        assert hub.commits("alice/net")[0] == result["commit"]
         assert len(hub.commits("alice/net")) == 2, "one commit on top of the hub's own"
         assert hub.store.repository("alice/net").private
-        assert on_hub(hub) == contents(folder)
+        assert files_on_hub(hub) == contents(folder)
         shown = capfd.readouterr().err
         assert shown.count("trying again") <= 1
         assert WRITE_TOKEN not in shown
 
     @pytest.mark.parametrize("call", MORE_CALLS)
-    def test_one_that_passes_with_a_repository_and_a_new_branch(
+    def test_temporary_fault_with_an_existing_repository_and_a_new_branch(
         self, hub: HubServer, folder: Path, call: str
     ) -> None:
         for kind in ("status", "reset", "lost"):
@@ -268,16 +273,16 @@ class TestFaults:
             assert hub.faults[-1].times == 0
             assert len(hub.commits("alice/net", "trial")) == 2
 
-    def test_several_kinds_in_one_push(self, hub: HubServer, folder: Path) -> None:
+    def test_faults_at_every_request(self, hub: HubServer, folder: Path) -> None:
         for pattern in CALLS.values():
             hub.fail(pattern, status=500, times=2)
         assert push(folder, "alice/net")["changed"]
         assert len(hub.commits("alice/net")) == 2
 
-    # an object that is there already is not verified again, so that a second try goes on
+    # without verify: an object that exists already is not verified again, so a retry succeeds
     @pytest.mark.parametrize("call", [call for call in CALLS if call != "verify"])
-    def test_one_that_lasts(
-        self, hub: HubServer, folder: Path, call: str, capsys: Captured
+    def test_permanent_fault(
+        self, hub: HubServer, folder: Path, call: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         hub.fail(CALLS[call], times=None, echo=True)
         before = contents(folder)
@@ -286,19 +291,20 @@ class TestFaults:
         command = shlex.join(["finetune", "push", *arguments])
         assert message.endswith(f"nothing is lost, push again with: {command}")
         assert "the hub returned 503" in message
-        tries = 6 if call == "upload" else client.MAX_TRIES  # which huggingface_hub repeats itself
+        # huggingface_hub repeats this one itself
+        tries = 6 if call == "upload" else client.MAX_TRIES
         assert hub.count(CALLS[call]) == tries
         assert contents(folder) == before
         hub.faults.clear()
         assert main(shlex.split(message.split("push again with: ")[1])[1:]) == 0
-        assert on_hub(hub) == before
+        assert files_on_hub(hub) == before
 
-    def test_a_command_that_needs_quotes(
-        self, hub: HubServer, tmp_path: Path, capsys: Captured
+    def test_retry_command_is_quoted(
+        self, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        odd = write_model_folder(tmp_path / "my model; rm")
+        quoted_folder = write_model_folder(tmp_path / "my model; rm")
         hub.fail("whoami", times=None)
-        arguments = [str(odd), "alice/net", "--revision", "b", "--message", "it's better"]
+        arguments = [str(quoted_folder), "alice/net", "--revision", "b", "--message", "it's better"]
         message = failed_push(capsys, *arguments)
         assert shlex.split(message.split("push again with: ")[1]) == [
             "finetune",
@@ -307,49 +313,51 @@ class TestFaults:
         ]
 
     @pytest.mark.parametrize("kind", ["lost", "truncate"])
-    def test_a_lost_answer_to_each_of_the_commits(
-        self, hub: HubServer, folder: Path, kind: str
-    ) -> None:
+    def test_lost_responses_to_the_commit(self, hub: HubServer, folder: Path, kind: str) -> None:
         hub.fail(CALLS["commit"], kind=kind, times=None)
-        found = push(folder, "alice/net")
+        result = push(folder, "alice/net")
         assert hub.count(CALLS["commit"]) == 1
-        assert found["changed"]
-        assert found["commit"] == hub.commits("alice/net")[0]
+        assert result["changed"]
+        assert result["commit"] == hub.commits("alice/net")[0]
         assert len(hub.commits("alice/net")) == 2
 
-    def test_a_commit_that_arrives_after_all(
-        self, hub: HubServer, folder: Path, monkeypatch: Patch
+    def test_commit_that_arrives_late(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The answer is lost, and the first look still finds the old head."""
-        head = upload._read_branch
-        old: list[Any] = []
+        """The response is lost, and the first check still finds the old commit."""
+        read_branch = upload._read_branch
+        heads: list[Any] = []
 
-        def late(*args: Any, **options: Any) -> Any:
-            old.append(head(*args, **options))
-            return old[0] if len(old) == 2 else old[-1]
+        def read_stale_branch(*args: Any, **options: Any) -> Any:
+            heads.append(read_branch(*args, **options))
+            return heads[0] if len(heads) == 2 else heads[-1]
 
-        monkeypatch.setattr(upload, "_read_branch", late)
+        monkeypatch.setattr(upload, "_read_branch", read_stale_branch)
         hub.fail(CALLS["commit"], kind="lost")
-        found = push(folder, "alice/net")
-        assert len(old) > 1
+        result = push(folder, "alice/net")
+        assert len(heads) > 1
         assert len(hub.commits("alice/net")) == 2
-        assert found["commit"] == hub.commits("alice/net")[0]
+        assert result["commit"] == hub.commits("alice/net")[0]
 
-    def test_the_head_moves_meanwhile(
-        self, hub: HubServer, folder: Path, monkeypatch: Patch
+    def test_branch_moves_during_the_push(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         send, others = upload._Committer._send_changes, iter(["a.jpg", "b.jpg"])
 
-        def overtaken(*args: Any, **options: Any) -> Any:
+        def interrupted_by_other_commit(*args: Any, **options: Any) -> Any:
             if name := next(others, None):
                 hub.commit("alice/net", {name: b"a picture", "model.safetensors": b"theirs"})
             return send(*args, **options)
 
-        monkeypatch.setattr(upload._Committer, "_send_changes", overtaken)
-        found = push(folder, "alice/net")
-        assert found["commit"] == hub.commits("alice/net")[0]
+        monkeypatch.setattr(upload._Committer, "_send_changes", interrupted_by_other_commit)
+        result = push(folder, "alice/net")
+        assert result["commit"] == hub.commits("alice/net")[0]
         assert len(hub.commits("alice/net")) == 4
-        assert on_hub(hub) == {**contents(folder), "a.jpg": b"a picture", "b.jpg": b"a picture"}
+        assert files_on_hub(hub) == {
+            **contents(folder),
+            "a.jpg": b"a picture",
+            "b.jpg": b"a picture",
+        }
 
     @pytest.mark.parametrize(
         "call, status, words",
@@ -360,8 +368,14 @@ class TestFaults:
             ("gone", 0, ("the hub cannot be reached", "push again with")),
         ],
     )
-    def test_what_is_said_of_it(
-        self, hub: HubServer, folder: Path, call: str, status: int, words: Any, capsys: Captured
+    def test_fault_messages(
+        self,
+        hub: HubServer,
+        folder: Path,
+        call: str,
+        status: int,
+        words: Any,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         if call == "gone":
             hub.stop()
@@ -370,10 +384,10 @@ class TestFaults:
         message = failed_push(capsys, str(folder), "alice/net")
         assert all(word in message for word in words)
         if (call, status) == ("commit", 403):
-            assert hub.count(CALLS[call]) == 1, "a refusal is not tried again"
+            assert hub.count(CALLS[call]) == 1, "a rejected request is not retried"
 
-    def test_tracebacks_do_not_quote_the_server(
-        self, hub: HubServer, folder: Path, capsys: Captured
+    def test_tracebacks_redact_the_token(
+        self, hub: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for pattern, status in (("whoami", 503), ("create", 403), ("commit", 400)):
             hub.faults.clear()
@@ -387,32 +401,32 @@ class TestFaults:
 
 class TestXet:
     @pytest.fixture
-    def with_xet(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def with_xet(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         if importlib.util.find_spec("hf_xet") is None:
             pytest.skip("hf_xet is not installed")
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
 
     @pytest.mark.usefixtures("with_xet")
-    def test_a_server_without_it_gets_plain_lfs(
-        self, hub: HubServer, folder: Path, capfd: Captured
+    def test_server_without_xet_gets_plain_lfs(
+        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         assert push(folder, "alice/net")["changed"]
         assert hub.count("xet-write-token")
-        assert on_hub(hub) == contents(folder)
+        assert files_on_hub(hub) == contents(folder)
         shown = capfd.readouterr().err
         assert "HF_HUB_DISABLE_XET=1" in shown
         assert WRITE_TOKEN not in shown
 
     @pytest.mark.usefixtures("with_xet")
-    def test_it_is_asked_once_whatever_else_fails(self, hub: HubServer, folder: Path) -> None:
+    def test_xet_is_requested_once_despite_other_faults(self, hub: HubServer, folder: Path) -> None:
         hub.fail(CALLS["commit"], times=2)
         assert push(folder, "alice/net")["changed"]
         assert hub.count("xet-write-token") == 1
         assert len(hub.commits("alice/net")) == 2
 
     @pytest.mark.usefixtures("with_xet")
-    def test_without_either_the_message_names_the_switch(
-        self, hub: HubServer, folder: Path, monkeypatch: Patch
+    def test_upload_failure_suggests_disabling_xet(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def broken(*args: Any, **options: Any) -> None:
             raise RuntimeError("Data processing error: shard")
@@ -422,12 +436,12 @@ class TestXet:
             push(folder, "alice/net")
 
     @pytest.mark.parametrize("size, bar", [(10**9, False), (1, True)])
-    def test_bars_are_for_what_takes_a_while(
+    def test_progress_bar_only_for_large_uploads(
         self,
         hub: HubServer,
         folder: Path,
-        monkeypatch: Patch,
-        capfd: Captured,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
         size: int,
         bar: bool,
     ) -> None:
@@ -439,13 +453,13 @@ class TestXet:
         assert ("B/s]" in shown) is bar
         assert not bar or shown.endswith("\n"), "the message after it begins a new line"
 
-    def test_switched_off_it_is_not_asked(self, hub: HubServer, folder: Path) -> None:
+    def test_disabled_xet_is_not_requested(self, hub: HubServer, folder: Path) -> None:
         push(folder, "alice/net")
         assert not hub.count("xet")
 
 
 class TestOrder:
-    """A push that cannot work is refused before anything is created."""
+    """A push that cannot succeed fails before it creates anything."""
 
     @pytest.mark.parametrize(
         "spoil, kind",
@@ -457,7 +471,7 @@ class TestOrder:
         ],
         ids=["token", "yaml", "license", "incomplete"],
     )
-    def test_nothing_is_created(
+    def test_invalid_model_creates_nothing(
         self,
         hub: HubServer,
         folder: Path,
@@ -470,7 +484,9 @@ class TestOrder:
         assert not hub.count("POST .*(create|commit|preupload)")
         assert ("model", "alice/net") not in hub.store.repositories
 
-    def test_rights_and_names(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
+    def test_invalid_name_or_missing_rights_create_nothing(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with refused("recipe.wrong_value", "'alice/net'"):
             push(folder, "net")
         monkeypatch.setenv("HF_TOKEN", OTHER_TOKEN)
@@ -481,7 +497,7 @@ class TestOrder:
             push(folder, "alice/net")
         assert not hub.count("POST")
 
-    def test_waiting_is_bounded(
+    def test_wait_between_retries_is_bounded(
         self, hub: HubServer, folder: Path, sleep_durations: list[float]
     ) -> None:
         hub.fail(CALLS["create"], status=429, times=1, retry_after=7)
@@ -490,33 +506,37 @@ class TestOrder:
         assert sleep_durations == [client.MAX_WAIT_SECONDS, 7.0]
 
 
-class TestApart:
-    """The process that sends."""
+class TestUploadSubprocess:
+    """The subprocess that uploads."""
 
     @pytest.fixture(autouse=True)
-    def apart(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def real_subprocess(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(push_module, "upload_in_subprocess", upload_in_subprocess)
 
-    def test_its_answer(self, hub: HubServer, folder: Path) -> None:
-        found = push(folder, "alice/net")
-        assert found["commit"] == hub.commits("alice/net")[0]
-        assert on_hub(hub) == contents(folder)
+    def test_result(self, hub: HubServer, folder: Path) -> None:
+        result = push(folder, "alice/net")
+        assert result["commit"] == hub.commits("alice/net")[0]
+        assert files_on_hub(hub) == contents(folder)
         assert not push(folder, "alice/net")["changed"]
 
-    def test_its_errors(self, hub: HubServer, folder: Path) -> None:
+    def test_hub_error(self, hub: HubServer, folder: Path) -> None:
         hub.fail(CALLS["commit"], status=403, times=None, echo=True)
-        again = f"finetune push {folder} alice/net"
-        with refused("hub.forbidden", "403", "***", again) as caught:
+        repeated = f"finetune push {folder} alice/net"
+        with refused("hub.forbidden", "403", "***", repeated) as caught:
             push(folder, "alice/net")
         assert WRITE_TOKEN not in str(caught.value)
 
-    def test_its_mistakes(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(push_module, "_UPLOAD_PROGRAM", MISTAKEN)
+    def test_bug_keeps_its_traceback(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(push_module, "_UPLOAD_PROGRAM", BUGGY_PROGRAM)
         with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
             push(folder, "alice/net")
         assert "Traceback" in str(caught.value)
 
-    def test_its_death(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
+    def test_killed_subprocess(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
         monkeypatch.setattr(push_module, "_UPLOAD_PROGRAM", killed)
         with refused("hub.push_crashed", "SIGKILL", "alice/net"):
@@ -525,8 +545,13 @@ class TestApart:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
     @pytest.mark.parametrize("times", [1, 2])
-    def test_signals(
-        self, hub: HubServer, folder: Path, capfd: Captured, times: int, number: signal.Signals
+    def test_signals_before_the_commit(
+        self,
+        hub: HubServer,
+        folder: Path,
+        capfd: pytest.CaptureFixture[str],
+        times: int,
+        number: signal.Signals,
     ) -> None:
         before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
         hub.fail("/preupload/", kind="hang", times=None)
@@ -536,32 +561,36 @@ class TestApart:
         shown = capfd.readouterr().err
         assert "stopping after the current request; interrupt again to stop now" in shown
         assert "stopped before the commit: the new repository is empty; push again with" in shown
-        assert on_hub(hub) == {}
+        assert files_on_hub(hub) == {}
 
-    def test_a_commit_in_flight_is_finished(
-        self, hub: HubServer, folder: Path, capfd: Captured
+    def test_signal_lets_a_commit_in_flight_finish(
+        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         hub.fail(CALLS["commit"], kind="slow")
         with send_signals_after(hub, CALLS["commit"], [signal.SIGINT]):
             assert main(["push", str(folder), "alice/net"]) == 130
         assert f"holds the whole commit {hub.commits('alice/net')[0]}" in capfd.readouterr().err
-        assert on_hub(hub) == contents(folder)
+        assert files_on_hub(hub) == contents(folder)
 
-    def test_a_commit_in_flight_at_the_second_signal(
-        self, hub: HubServer, folder: Path, capfd: Captured
+    def test_second_signal_abandons_a_commit_in_flight(
+        self, hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         hub.fail(CALLS["commit"], kind="hang")
-        began = time.monotonic()
+        started = time.monotonic()
         with send_signals_after(hub, CALLS["commit"], [signal.SIGINT] * 2):
             assert main(["push", str(folder), "alice/net"]) == 130
-        assert time.monotonic() - began < WRITE_TIMEOUT_SECONDS / 2, (
-            "the hub's answer was waited for"
+        assert time.monotonic() - started < WRITE_TIMEOUT_SECONDS / 2, (
+            "waited for the response of the hub"
         )
         assert "holds nothing of it yet, and may still take the whole" in capfd.readouterr().err
-        assert on_hub(hub) == {}
+        assert files_on_hub(hub) == {}
 
-    def test_it_is_never_silent(
-        self, hub: HubServer, folder: Path, monkeypatch: Patch, capfd: Captured
+    def test_logs_progress_during_a_slow_commit(
+        self,
+        hub: HubServer,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.setattr(push_module, "PROGRESS_SECONDS", 0.3)
         hub.fail(CALLS["commit"], kind="slow")

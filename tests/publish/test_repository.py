@@ -1,4 +1,4 @@
-"""publish/repo_client.py: which calls are repeated, for how long, and no token in a message."""
+"""publish/repo_client.py: which calls are retried, for how long, and without tokens in messages."""
 
 from __future__ import annotations
 
@@ -23,54 +23,52 @@ from finetune.hub.client import TransientHubError, httpx
 from finetune.publish.push import push
 from finetune.publish.repo_client import RepoClient
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-
 __all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
 
-def ask() -> Any:
-    """One question to the hub."""
-    found = RepoClient("alice/net")
-    return found.call_with_retries("asking", found.api.whoami)
+def call_whoami() -> Any:
+    """Send one request to the hub, with retries."""
+    repo_client = RepoClient("alice/net")
+    return repo_client.call_with_retries("asking", repo_client.api.whoami)
 
 
-class TestCall:
+class TestRetries:
     @pytest.mark.parametrize(
         "fault",
         [{"status": status} for status in (408, 425, 429, 500, 502, 503, 504, 599)]
         + [{"kind": kind} for kind in ("reset", "truncate")],
     )
-    def test_an_answer_that_may_pass(self, hub: HubServer, fault: dict[str, Any]) -> None:
+    def test_temporary_failure_is_retried(self, hub: HubServer, fault: dict[str, Any]) -> None:
         hub.fail("whoami", **fault)
-        assert ask()["name"] == "alice"
+        assert call_whoami()["name"] == "alice"
         assert hub.count("whoami") == 2
 
-    def test_an_answer_that_is_no_json(self, hub: HubServer) -> None:
+    def test_invalid_json_is_retried(self, hub: HubServer) -> None:
         function = FailingFunction(json.JSONDecodeError("Expecting value", "<html>", 0))
         assert RepoClient("alice/net").call_with_retries("testing", function) == "done"
         assert function.calls == 2
 
     @pytest.mark.parametrize("status", [400, 404, 412])
-    def test_a_definite_answer(self, hub: HubServer, status: int) -> None:
+    def test_permanent_error_is_not_retried(self, hub: HubServer, status: int) -> None:
         hub.fail("whoami", status=status)
         with pytest.raises(HfHubHTTPError):
-            ask()
+            call_whoami()
         assert hub.count("whoami") == 1
 
-    def test_a_request_that_cannot_be_sent(self, hub: HubServer) -> None:
+    def test_invalid_request_is_not_retried(self, hub: HubServer) -> None:
         function = FailingFunction(httpx.LocalProtocolError("a bad header"))
         with pytest.raises(httpx.LocalProtocolError):
             RepoClient("alice/net").call_with_retries("testing", function)
         assert function.calls == 1
 
-    def test_the_cause_of_a_wrapped_error_counts(self, hub: HubServer) -> None:
+    def test_wrapped_temporary_failure_is_retried(self, hub: HubServer) -> None:
         wrapped = RuntimeError("Error while uploading")
         wrapped.__cause__ = TransientHubError("reset")
         assert (
             RepoClient("alice/net").call_with_retries("testing", FailingFunction(wrapped)) == "done"
         )
 
-    def test_the_waits_grow_and_end(self, hub: HubServer, sleep_durations: list[float]) -> None:
+    def test_backoff_grows_and_ends(self, hub: HubServer, sleep_durations: list[float]) -> None:
         function = FailingFunction(*[TransientHubError("reset") for _ in range(9)])
         with pytest.raises(HubError) as caught:
             RepoClient("alice/net", retry_command="finetune push x alice/net").call_with_retries(
@@ -97,95 +95,99 @@ class TestCall:
             ({"RateLimit": '"api";r=9;t=25'}, 0.5),
         ],
     )
-    def test_the_hub_says_when(
+    def test_retry_after_and_rate_limit_headers(
         self, hub: HubServer, sleep_durations: list[float], headers: dict[str, str], seconds: float
     ) -> None:
         hub.fail("whoami", status=429, headers=headers)
-        ask()
+        call_whoami()
         assert sleep_durations == [seconds]
 
-    def test_one_short_notice(self, hub: HubServer, capsys: Captured) -> None:
+    def test_one_short_message(self, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
         hub.fail("whoami", times=4)
-        ask()
+        call_whoami()
         shown = capsys.readouterr().err
         assert shown == "finetune: alice/net: the hub returned 503 (injected fault); trying again\n"
 
-    def test_a_silent_hub(
-        self, tmp_path: Path, monkeypatch: Patch, sleep_durations: list[float]
+    def test_unresponsive_hub(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_durations: list[float]
     ) -> None:
         monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 0.1)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as server:
             point_clients_at(
-                f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch, tmp_path, WRITE_TOKEN
+                f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch, tmp_path, WRITE_TOKEN
             )
             with refused("hub.unreachable", "asking", 5, "ReadTimeout"):
-                ask()
+                call_whoami()
 
-    def test_an_echoed_token_is_not_told(self, hub: HubServer, capsys: Captured) -> None:
+    def test_echoed_token_is_redacted(
+        self, hub: HubServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         hub.fail("whoami", times=None, echo=True)
         with pytest.raises(HubError) as caught:
-            ask()
+            call_whoami()
         assert "got Authorization Bearer ***" in str(caught.value)
         assert WRITE_TOKEN not in str(caught.value) + capsys.readouterr().err
 
 
-class TestExplained:
-    def test_a_definite_answer_becomes_one_error(self, hub: HubServer) -> None:
+class TestTranslateErrors:
+    def test_permanent_error_becomes_one_error(self, hub: HubServer) -> None:
         hub.fail("whoami", status=418, echo=True)
-        found = RepoClient("alice/net")
-        with refused("hub.out_of_order", 418) as caught, found.translate_errors():
-            found.call_with_retries("asking", found.api.whoami)
+        repo_client = RepoClient("alice/net")
+        with refused("hub.out_of_order", 418) as caught, repo_client.translate_errors():
+            repo_client.call_with_retries("asking", repo_client.api.whoami)
         assert WRITE_TOKEN not in str(caught.value)
         shown = "".join(traceback.format_exception(caught.value))
         assert "***" in shown
         assert WRITE_TOKEN not in shown
 
-    def test_faults_and_mistakes(self, hub: HubServer) -> None:
-        found = RepoClient("alice/net")
-        with refused("hub.out_of_order", "alice/net", "reset"), found.translate_errors():
+    def test_translates_hub_errors_only(self, hub: HubServer) -> None:
+        repo_client = RepoClient("alice/net")
+        with refused("hub.out_of_order", "alice/net", "reset"), repo_client.translate_errors():
             raise TransientHubError("reset")
-        with pytest.raises(ZeroDivisionError), found.translate_errors():
+        with pytest.raises(ZeroDivisionError), repo_client.translate_errors():
             raise ZeroDivisionError
 
     @pytest.mark.parametrize("token", ["hf_zoë", "hf_line\u2028x"])
-    def test_a_token_that_no_header_can_hold(
-        self, hub: HubServer, monkeypatch: Patch, token: str
+    def test_token_that_is_invalid_in_a_header(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str
     ) -> None:
         monkeypatch.setenv("HF_TOKEN", token)
-        found = RepoClient("alice/net")
-        with refused("hub.unreachable", "alice/net") as caught, found.translate_errors():
-            found.call_with_retries("asking", found.api.whoami)
+        repo_client = RepoClient("alice/net")
+        with refused("hub.unreachable", "alice/net") as caught, repo_client.translate_errors():
+            repo_client.call_with_retries("asking", repo_client.api.whoami)
         assert token not in str(caught.value)
         assert token[:7] not in "".join(traceback.format_exception(caught.value))
 
-    def test_an_address_that_is_none(
-        self, tmp_path: Path, monkeypatch: Patch, sleep_durations: list[float]
+    def test_invalid_hub_address(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_durations: list[float]
     ) -> None:
         point_clients_at("ftp://127.0.0.1", monkeypatch, tmp_path, WRITE_TOKEN)
-        found = RepoClient("alice/net")
-        with refused("hub.unreachable", "UnsupportedProtocol"), found.translate_errors():
-            found.call_with_retries("asking", found.api.whoami)
+        repo_client = RepoClient("alice/net")
+        with refused("hub.unreachable", "UnsupportedProtocol"), repo_client.translate_errors():
+            repo_client.call_with_retries("asking", repo_client.api.whoami)
         assert sleep_durations == []
 
-    def test_a_command_line_with_a_token_in_it(self, hub: HubServer) -> None:
-        found = RepoClient(
+    def test_retry_command_redacts_a_token(self, hub: HubServer) -> None:
+        repo_client = RepoClient(
             "alice/net", retry_command=f"finetune push x alice/net --message {WRITE_TOKEN}"
         )
-        assert str(found.error_with_retry_command("broken")).endswith("--message ***")
+        assert str(repo_client.error_with_retry_command("broken")).endswith("--message ***")
 
 
 class TestToken:
-    def test_offline(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_offline(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with refused("hub.offline", "HF_HUB_OFFLINE"):
             RepoClient("alice/net")
 
-    def test_none(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_missing_token(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HF_TOKEN")
         with refused("hub.no_token", "hf auth login", "HF_TOKEN"):
             RepoClient("alice/net")
 
-    def test_of_the_environment_or_the_login(self, hub: HubServer, monkeypatch: Patch) -> None:
+    def test_token_from_environment_or_login(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert (RepoClient("alice/net").token, RepoClient("alice/net").token_source) == (
             WRITE_TOKEN,
             "HF_TOKEN",
@@ -194,12 +196,12 @@ class TestToken:
         path = Path(constants.HF_TOKEN_PATH)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("hf_ofthelogin\n")
-        found = RepoClient("alice/net")
-        assert (found.token, found.token_source) == ("hf_ofthelogin", "the login")
+        repo_client = RepoClient("alice/net")
+        assert (repo_client.token, repo_client.token_source) == ("hf_ofthelogin", "the login")
 
 
-def test_the_clients_own_retries_are_told_in_one_line(
-    hub: HubServer, folder: Path, capfd: Captured
+def test_retries_inside_huggingface_hub_are_logged_in_one_line(
+    hub: HubServer, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.fail("PUT /lfs-upload", times=3)
     push(folder, "alice/net")
@@ -207,21 +209,22 @@ def test_the_clients_own_retries_are_told_in_one_line(
     assert hub.count("PUT /lfs-upload") == 4
 
 
-@pytest.mark.parametrize("asked", [{"retry_after": 86400}, {}])
-@pytest.mark.parametrize("request_of", ["POST .*/preupload/", "PUT /lfs-upload/", "GET .*/tree"])
-def test_the_client_does_not_wait_for_a_day_because_it_is_told_so(
+@pytest.mark.parametrize("fault_options", [{"retry_after": 86400}, {}])
+@pytest.mark.parametrize(
+    "request_pattern", ["POST .*/preupload/", "PUT /lfs-upload/", "GET .*/tree"]
+)
+def test_wait_is_capped_even_if_the_hub_requests_a_day(
     hub: HubServer,
     sleep_durations: list[float],
     folder: Path,
-    monkeypatch: Patch,
-    request_of: str,
-    asked: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    request_pattern: str,
+    fault_options: dict[str, int],
 ) -> None:
-    waits: list[float] = (
-        sleep_durations  # ours and the client's own: which of them retries depends on it
-    )
+    # waits of our retries and of huggingface_hub's; the request decides which of them retries
+    waits: list[float] = sleep_durations
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=waits.append))
-    hub.fail(request_of, status=429, times=2, **asked)
+    hub.fail(request_pattern, status=429, times=2, **fault_options)
     push(folder, "alice/net")
     assert len(waits) == 2
     assert max(waits) <= client.MAX_WAIT_SECONDS + 1

@@ -1,4 +1,4 @@
-"""A recipe that pushes: rights before training, one commit after it, nothing lost without one."""
+"""Recipes with `run.push_to`: rights are checked before training; a failed push keeps the run."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def status(run: Path) -> dict[str, Any]:
+def read_run_record(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "run.json").read_text()))
 
 
-def test_one_commit_with_exactly_the_model_folder(
+def test_train_pushes_the_model_folder_in_one_commit(
     hub: HubServer, recipe: Path, tmp_path: Path, capsys
 ) -> None:
     out = tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 0
     (commit, *earlier) = hub.commits("alice/digits")
-    assert len(earlier) == 1  # the one that creates a repository
-    said = capsys.readouterr().err
-    assert commit in said
-    assert status(out)["pushed"]["commit"] == commit
-    held = hub.files("alice/digits")
-    held.pop(".gitattributes", None)
-    assert held == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
+    assert len(earlier) == 1  # the initial commit of the repository
+    stderr = capsys.readouterr().err
+    assert commit in stderr
+    assert read_run_record(out)["pushed"]["commit"] == commit
+    files = hub.files("alice/digits")
+    files.pop(".gitattributes", None)
+    assert files == {path.name: path.read_bytes() for path in (out / "model").iterdir()}
     assert load_recipe(out / "model" / "recipe.yaml").run.push_to is None
-    assert b"hf-hub:alice/digits" in held["README.md"]
+    assert b"hf-hub:alice/digits" in files["README.md"]
     assert cli.main(["push", str(out), "alice/digits"]) == 0  # nothing has changed
     assert hub.commits("alice/digits") == [commit, *earlier]
     assert "no new commit" in capsys.readouterr().out
 
 
-def test_without_rights_nothing_is_trained(
+def test_missing_rights_fail_before_training(
     hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     point_clients_at(hub, monkeypatch, tmp_path / "home", READ_TOKEN)
@@ -72,17 +72,17 @@ def test_without_rights_nothing_is_trained(
     assert hub.count("POST /api/repos/create") == 0
 
 
-def test_a_hub_that_fails_at_the_end_costs_the_push_and_not_the_run(
+def test_failed_push_keeps_the_finished_run(
     hub: HubServer, recipe: Path, tmp_path: Path, capsys
 ) -> None:
     out = tmp_path / "run"
     hub.fail(r"POST .*/commit/", status=503, times=None)
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
     command = f"finetune push {out} alice/digits"
-    assert command in said
-    assert status(out)["status"] == "done"
+    assert command in stderr
+    assert read_run_record(out)["status"] == "done"
     assert json.loads((out / "results.json").read_text())["test"]["examples"]
     hub.faults.clear()
     assert cli.main(command.split()[1:]) == 0
@@ -91,7 +91,7 @@ def test_a_hub_that_fails_at_the_end_costs_the_push_and_not_the_run(
     )
 
 
-def test_resuming_a_finished_run_pushes_what_was_not_pushed_and_that_only(
+def test_resuming_a_finished_run_pushes_only_if_not_yet_pushed(
     hub: HubServer, recipe: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -100,13 +100,15 @@ def test_resuming_a_finished_run_pushes_what_was_not_pushed_and_that_only(
     hub.faults.clear()
     assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
     (commit, _) = hub.commits("alice/digits")
-    assert status(out)["pushed"]["commit"] == commit
-    mine = hub.commit("alice/digits", {"README.md": b"---\nlicense: mit\n---\nMy own words.\n"})
+    assert read_run_record(out)["pushed"]["commit"] == commit
+    user_commit = hub.commit(
+        "alice/digits", {"README.md": b"---\nlicense: mit\n---\nMy own words.\n"}
+    )
     assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
-    assert hub.commits("alice/digits")[0] == mine
+    assert hub.commits("alice/digits")[0] == user_commit
 
 
-def test_a_signal_at_the_push_costs_the_push_and_not_the_run(
+def test_signal_during_the_push_keeps_the_finished_run(
     hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     monkeypatch.setattr("finetune.publish.push.upload_in_subprocess", upload_in_subprocess)
@@ -117,50 +119,52 @@ def test_a_signal_at_the_push_costs_the_push_and_not_the_run(
     shown = capfd.readouterr().err
     assert "Traceback" not in shown
     assert f"push again with: finetune push {out} alice/digits" in shown
-    assert status(out)["status"] == "done"
-    assert "pushed" not in status(out)
+    assert read_run_record(out)["status"] == "done"
+    assert "pushed" not in read_run_record(out)
     assert json.loads((out / "results.json").read_text())["test"]["examples"]
-    assert len(hub.commits("alice/digits")) == 1  # the one that creates a repository
+    assert len(hub.commits("alice/digits")) == 1  # the initial commit of the repository
     hub.faults.clear()
     assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
-    assert status(out)["pushed"]["commit"] == hub.commits("alice/digits")[0]
+    assert read_run_record(out)["pushed"]["commit"] == hub.commits("alice/digits")[0]
 
 
-def test_nobody_waits_in_a_collective_for_the_push(
+def test_no_rank_waits_in_a_collective_during_the_push(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library would give up the wait: after ten minutes on a GPU, after thirty on a CPU."""
-    waited: list[str] = []
-    share, started = accelerator.broadcast_object_list, [False]
+    """A collective times out: after ten minutes on a GPU, after thirty on a CPU."""
+    events: list[str] = []
+    broadcast, push_started = accelerator.broadcast_object_list, [False]
 
-    def shared(outcome: list[Any]) -> Any:
-        waited.extend(["in a collective"] * started[0])
-        return share(outcome)
+    def record_broadcast(outcome: list[Any]) -> Any:
+        events.extend(["in a collective"] * push_started[0])
+        return broadcast(outcome)
 
     def push(*_: object, **__: object) -> dict[str, Any]:
-        started[0] = True
-        waited.append("alone")
+        push_started[0] = True
+        events.append("alone")
         return {"repository": "alice/digits", "url": "u", "commit": "c"}
 
-    monkeypatch.setattr(accelerator, "broadcast_object_list", shared)
+    monkeypatch.setattr(accelerator, "broadcast_object_list", record_broadcast)
     monkeypatch.setattr("finetune.publish.push.push", push)
     monkeypatch.setattr("finetune.publish.permissions.check_rights", lambda *_, **__: None)
     train(load_recipe(recipe), tmp_path / "run")
-    assert waited == ["alone"]
+    assert events == ["alone"]
 
 
 @pytest.mark.slow
-def test_two_processes_push_once_and_show_the_token_nowhere(recipe: Path, tmp_path: Path) -> None:
+def test_two_processes_push_once_and_never_show_the_token(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with HubServer() as server:
         server.add_user("alice", token=CANARY)
-        words = ["train", str(recipe), "--out", str(out)]
-        ran = run_two_ranks(run_rank_command_on_hub, server.url, tmp_path / "home", CANARY, *words)
-        assert status(out)["num_processes"] == 2
+        arguments = ["train", str(recipe), "--out", str(out)]
+        result = run_two_ranks(
+            run_rank_command_on_hub, server.url, tmp_path / "home", CANARY, *arguments
+        )
+        assert read_run_record(out)["num_processes"] == 2
         assert server.count("POST .*/commit/") == 1
         assert set(server.files("alice/digits")) >= {"config.json", "model.safetensors"}
         published = b"".join(server.files("alice/digits").values())
-    assert CANARY not in ran.stdout + ran.stderr
+    assert CANARY not in result.stdout + result.stderr
     assert CANARY.encode() not in published
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) > 10
@@ -168,8 +172,8 @@ def test_two_processes_push_once_and_show_the_token_nowhere(recipe: Path, tmp_pa
         assert CANARY.encode() not in path.read_bytes(), path
 
 
-def test_a_wrong_repository_name_is_an_error_of_the_recipe(tmp_path: Path, recipe: Path) -> None:
-    for wrong in ("digits", "a/b/c", "alice/", "https://huggingface.co/alice/x"):
+def test_invalid_repository_name_is_a_recipe_error(tmp_path: Path, recipe: Path) -> None:
+    for repository in ("digits", "a/b/c", "alice/", "https://huggingface.co/alice/x"):
         out = tmp_path / "run"
-        assert cli.main(["train", str(recipe), f"run.push_to={wrong}", "--out", str(out)]) == 2
+        assert cli.main(["train", str(recipe), f"run.push_to={repository}", "--out", str(out)]) == 2
         assert not out.exists()

@@ -40,7 +40,7 @@ def test_suggested_values_are_valid() -> None:
     for value in values:
         section, _, key = value.partition("=")[0].partition(".")
         recipe = parse_recipe(
-            "run: {}", overrides=[*(f"{key}={given}" for key, setting in base.items()), value]
+            "run: {}", overrides=[*(f"{key}={setting}" for key, setting in base.items()), value]
         )
         assert str(getattr(getattr(recipe, section), key)).find(value.partition("=")[2]) >= 0
 

@@ -141,7 +141,7 @@ class TestBooleansAndWrongValues:
         other_keys = "".join(
             f"  {name}: {json.dumps(item)}\n" for name, item in document.get(section, {}).items()
         )
-        message = recipe_error("wrong_value", f"{head}{section}:\n{kept}  {key}:{value}\n")
+        message = recipe_error("wrong_value", f"{head}{section}:\n{other_keys}  {key}:{value}\n")
         number = (head + other_keys).count("\n") + 2
         location, _, rest = message.partition(": expected ")
         assert re.fullmatch(rf"r.yaml:{number}: {section}\.{key}(\[\d\])?", location)

@@ -91,7 +91,7 @@ class TestHostileYaml:
 
     def test_python_tags_execute_nothing(self, tmp_path: Path) -> None:
         created = tmp_path / "created"
-        tag = f"!!python/object/apply:os.mkdir ['{victim}']"
+        tag = f"!!python/object/apply:os.mkdir ['{created}']"
         assert recipe_error("syntax", BASE_RECIPE.replace("vit_tiny", tag))
         assert recipe_error("not_a_recipe", f"{tag}\n")
         assert parse_recipe(BASE_RECIPE, overrides=[f"model.name={tag}"]).model.name.startswith(

@@ -19,45 +19,43 @@ from finetune.report.run_data import Run
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
-    """Two seeds of one recipe, and one of another with a higher learning rate."""
-    made = []
+    """Two seeds of one recipe, and a run of another recipe with a higher learning rate."""
+    runs = []
     for name, seed, lr, top1 in (
         ("a-s0", 0, 0.001, 0.7),
         ("a-s1", 1, 0.001, 0.8),
         ("b", 0, 0.1, 0.9),
     ):
-        outcome = run_results(test=split_results(top1=top1))
+        results = run_results(test=split_results(top1=top1))
         overrides = (f"run.seed={seed}", f"optim.lr={lr}", f"data.workers={seed}")
-        made.append(write_and_read_run(tmp_path / name, *overrides, results=outcome))
-    return made
+        runs.append(write_and_read_run(tmp_path / name, *overrides, results=results))
+    return runs
 
 
-class TestGroups:
-    def test_seeds_of_a_recipe_are_one_group(self, runs: list[Run]) -> None:
-        found = group_by_recipe(runs)
-        assert [(group.name, len(group.runs)) for group in found] == [("a", 2), ("b", 1)]
+class TestGroupByRecipe:
+    def test_seeds_of_one_recipe_form_one_group(self, runs: list[Run]) -> None:
+        groups = group_by_recipe(runs)
+        assert [(group.name, len(group.runs)) for group in groups] == [("a", 2), ("b", 1)]
 
-    def test_two_recipes_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
-        made = [
+    def test_recipes_with_the_same_name_get_distinct_names(self, tmp_path: Path) -> None:
+        runs = [
             write_and_read_run(tmp_path / folder / "run", f"optim.lr={lr}")
             for folder, lr in (("x", 0.1), ("y", 0.2))
         ]
         names = ["run (optim.lr=0.1)", "run (optim.lr=0.2)"]
-        assert [group.name for group in group_by_recipe(made)] == names
-        assert unique_run_names(made) == ["x/run", "y/run"]
-        assert [row["name"] for row in run_rows(group_by_recipe(made), made, [])] == [
+        assert [group.name for group in group_by_recipe(runs)] == names
+        assert unique_run_names(runs) == ["x/run", "y/run"]
+        assert [row["name"] for row in run_rows(group_by_recipe(runs), runs, [])] == [
             "x/run",
             "y/run",
         ]
 
-    def test_settings_that_are_too_long_for_a_name_give_way_to_numbers(
-        self, tmp_path: Path
-    ) -> None:
-        made = [
+    def test_long_settings_are_replaced_by_numbers(self, tmp_path: Path) -> None:
+        runs = [
             write_and_read_run(tmp_path / f"{n}" / "run", f"data.source=folder:{'x' * 60}{n}")
             for n in (1, 2)
         ]
-        assert [group.name for group in group_by_recipe(made)] == ["run (1)", "run (2)"]
+        assert [group.name for group in group_by_recipe(runs)] == ["run (1)", "run (2)"]
 
     @pytest.mark.parametrize(
         "names, shared",
@@ -70,25 +68,25 @@ class TestGroups:
             (["classes0", "classes1"], "classes"),
         ],
     )
-    def test_the_name_is_what_they_share(
+    def test_group_name_is_the_common_prefix(
         self, tmp_path: Path, names: list[str], shared: str
     ) -> None:
-        made = [
+        runs = [
             write_and_read_run(tmp_path / name, f"run.seed={n}") for n, name in enumerate(names)
         ]
-        assert [group.name for group in group_by_recipe(made)] == [shared]
+        assert [group.name for group in group_by_recipe(runs)] == [shared]
 
 
 class TestRows:
-    def test_only_keys_that_differ_and_matter(self, runs: list[Run]) -> None:
+    def test_differing_keys_ignore_seed_and_workers(self, runs: list[Run]) -> None:
         assert differing_keys(runs) == [("optim.lr", ["0.001", "0.001", "0.1"])]
         assert differing_keys(runs[:2]) == []
 
-    def test_mean_and_spread(self, runs: list[Run]) -> None:
-        shown = metric_columns(runs)
+    def test_group_rows_have_mean_and_standard_deviation(self, runs: list[Run]) -> None:
+        columns = metric_columns(runs)
         heads = ["Test top-1", "Test top-5", "Test loss", "Test ECE", "Val top-1"]
-        assert [head for *_, head in shown] == heads
-        rows, scale = group_rows(group_by_recipe(runs), shown)
+        assert [head for *_, head in columns] == heads
+        rows, scale = group_rows(group_by_recipe(runs), columns)
         assert rows[0]["cells"][0]["text"] == "75.00 ± 7.07\u202f%"
         assert rows[1]["cells"][0]["text"] == "90.00\u202f%"
         assert not any(row["twins"] for row in rows)
@@ -97,35 +95,35 @@ class TestRows:
         assert rows[0]["dots"] == pytest.approx([0, 50])
         assert rows[1]["dots"] == pytest.approx([100])
 
-    def test_nothing_measured(self, tmp_path: Path) -> None:
-        made = [write_and_read_run(tmp_path / "a", status="running")]
-        assert metric_columns(made) == []
-        rows, scale = group_rows(group_by_recipe(made), [])
+    def test_runs_without_metrics(self, tmp_path: Path) -> None:
+        runs = [write_and_read_run(tmp_path / "a", status="running")]
+        assert metric_columns(runs) == []
+        rows, scale = group_rows(group_by_recipe(runs), [])
         assert scale is None
         assert rows[0]["cells"] == []
-        assert run_rows(group_by_recipe(made), made, [])[0]["status"] == "running"
+        assert run_rows(group_by_recipe(runs), runs, [])[0]["status"] == "running"
 
-    def test_without_a_test_split_validation_leads(self, tmp_path: Path) -> None:
-        outcome = run_results()
-        del outcome["test"]
-        made = [write_and_read_run(tmp_path / "a", results=outcome)]
-        shown = metric_columns(made)
-        assert [head for *_, head in shown] == ["Val top-1", "Val top-5", "Val loss", "Val ECE"]
-        rows, scale = group_rows(group_by_recipe(made), shown)
+    def test_without_a_test_split_validation_comes_first(self, tmp_path: Path) -> None:
+        results = run_results()
+        del results["test"]
+        runs = [write_and_read_run(tmp_path / "a", results=results)]
+        columns = metric_columns(runs)
+        assert [head for *_, head in columns] == ["Val top-1", "Val top-5", "Val loss", "Val ECE"]
+        rows, scale = group_rows(group_by_recipe(runs), columns)
         assert rows[0]["cells"][0]["text"] == "70.00\u202f%"
         assert scale == ("70\u202f%", "70\u202f%")
         tested = write_and_read_run(tmp_path / "b")
-        mixed = metric_columns([*made, tested])
+        mixed = metric_columns([*runs, tested])
         assert [split for split, *_ in mixed] == ["val"] * 4 + ["test"] * 4
         assert {split for split, *_ in metric_columns([tested])} == {"test", "val"}
         assert metric_columns([tested])[0][0] == "test"
-        made[0].plan["classes"] = 5
-        rows = run_rows(group_by_recipe([*made, tested]), [*made, tested], mixed)
+        runs[0].plan["classes"] = 5
+        rows = run_rows(group_by_recipe([*runs, tested]), [*runs, tested], mixed)
         assert [row["figures"][1]["text"] for row in rows] == ["–", "99.00\u202f%"]
-        assert "Val top-5" not in [head for *_, head in metric_columns(made)]
+        assert "Val top-5" not in [head for *_, head in metric_columns(runs)]
 
-    def test_runs_of_one_seed_count_once(self, tmp_path: Path) -> None:
-        made = [
+    def test_runs_with_the_same_seed_count_once(self, tmp_path: Path) -> None:
+        runs = [
             write_and_read_run(
                 tmp_path / str(n),
                 f"run.seed={seed}",
@@ -133,15 +131,15 @@ class TestRows:
             )
             for n, (seed, top1) in enumerate([(0, 0.7), (0, 0.7), (1, 0.8)])
         ]
-        (row,), _ = group_rows(group_by_recipe(made), metric_columns(made))
-        assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # of two seeds
+        (row,), _ = group_rows(group_by_recipe(runs), metric_columns(runs))
+        assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # over two seeds
         assert (row["n"], row["twins"]) == (2, "2 runs of seed 0: counted once")
-        assert not row["cells"][0]["interval"]  # the spread of seeds is another thing
-        (row,), _ = group_rows(group_by_recipe(made[:2]), metric_columns(made[:2]))
+        assert not row["cells"][0]["interval"]  # the spread over seeds is not a confidence interval
+        (row,), _ = group_rows(group_by_recipe(runs[:2]), metric_columns(runs[:2]))
         assert row["cells"][0]["interval"] == "65.3–74.3\u202f%"
-        assert row["cells"][0]["text"] == "70.00\u202f%"  # and not ± 0.00
+        assert row["cells"][0]["text"] == "70.00\u202f%"  # without ± 0.00
 
-    def test_a_row_per_run(self, runs: list[Run]) -> None:
+    def test_one_row_per_run(self, runs: list[Run]) -> None:
         rows = run_rows(group_by_recipe(runs), runs, metric_columns(runs))
         assert [row["name"] for row in rows] == ["a-s0", "a-s1", "b"]
         assert [row["color"] for row in rows] == [1, 1, 2]
@@ -152,23 +150,23 @@ class TestRows:
         assert rows[0]["time"] == "10.0\u202fs"
 
 
-def test_too_few_images_are_marked(tmp_path: Path) -> None:
-    made = []
+def test_metrics_on_too_few_images_are_marked(tmp_path: Path) -> None:
+    runs = []
     for images in (20, 400):
-        outcome = run_results(test={**split_results(), "examples": images})
-        made.append(
-            write_and_read_run(tmp_path / f"{images}", f"run.seed={images}", results=outcome)
+        results = run_results(test={**split_results(), "examples": images})
+        runs.append(
+            write_and_read_run(tmp_path / f"{images}", f"run.seed={images}", results=results)
         )
-    shown = metric_columns(made)
-    rows = run_rows(group_by_recipe(made), made, shown)
+    columns = metric_columns(runs)
+    rows = run_rows(group_by_recipe(runs), runs, columns)
     marks = [[cell["is_too_few"] for cell in row["figures"]] for row in rows]
     assert marks == [[True, True, False, False, False], [False] * 5]
-    (row,), _ = group_rows(group_by_recipe(made), shown)
+    (row,), _ = group_rows(group_by_recipe(runs), columns)
     assert [cell["is_too_few"] for cell in row["cells"]] == marks[0]
 
 
 class TestClaims:
-    def test_side_by_side(self, runs: list[Run]) -> None:
+    def test_claims_of_all_runs_side_by_side(self, runs: list[Run]) -> None:
         runs[1].results["claims"] = []
         rows = claim_comparison_rows(runs)
         assert len(rows) == 5

@@ -23,12 +23,12 @@ from finetune.report.plots import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def texts(figure: Figure) -> list[str]:
+def svg_texts(figure: Figure) -> list[str]:
     root = ET.fromstring(to_svg(figure))
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
-def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
+def plotted_lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
     return {
         str(line.get_label()): np.asarray(line.get_xydata(), dtype=float)
         for line in figure.axes[axes].lines
@@ -36,41 +36,43 @@ def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def test_a_range_test_is_drawn_with_the_rate_that_was_chosen() -> None:
+def test_lr_range_test_plot_marks_the_chosen_rate() -> None:
     figure = plot_lr_range_test([(1e-4, 2.3), (1e-3, 1.5), (1e-2, 3.0)], chosen=2e-4)
-    (curve, chosen) = lines(figure).values()
+    (curve, chosen) = plotted_lines(figure).values()
     assert curve.tolist() == [[1e-4, 2.3], [1e-3, 1.5], [1e-2, 3.0]]
     assert chosen[:, 0].tolist() == [2e-4, 2e-4]
     assert figure.axes[0].get_xscale() == "log"
-    shown = texts(figure)
+    shown = svg_texts(figure)
     assert any("chosen: 0.0002" in text for text in shown)
     assert {"0.0001", "0.001", "0.01"} <= set(shown)
 
 
 class TestCurves:
-    def test_shows_what_was_logged(self) -> None:
+    def test_plots_logged_metrics(self) -> None:
         figure = plot_curves(metric_lines(), {"best_step": 20}, steps_per_epoch=20.2)
-        shown = lines(figure)
+        shown = plotted_lines(figure)
         assert shown["train"][:, 0].tolist() == [10, 20, 30, 40]
         assert shown["validation"][:, 0].tolist() == [20, 40]
         assert shown["train"][:, 1] == pytest.approx([1.9, 1.5, 1.1, 0.7])
-        found = texts(figure)
+        found = svg_texts(figure)
         for title in ("Loss", "Top-1 accuracy", "Learning rate", "Images per second"):
             assert title in found
         assert "step (an epoch has 20)" in found
         assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
         assert all(axes.get_ylim()[0] == 0 for axes in figure.axes[2:])
-        kept = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [20, 20]]
-        assert len(kept) == 1
+        best_step_lines = [
+            line for line in figure.axes[0].lines if list(line.get_xdata()) == [20, 20]
+        ]
+        assert len(best_step_lines) == 1
         assert "kept" in found
 
-    def test_without_validation_or_kept_step_they_are_not_named(self) -> None:
-        found = texts(plot_curves(metric_lines(validate=False), {}))
+    def test_legend_omits_missing_validation_and_best_step(self) -> None:
+        found = svg_texts(plot_curves(metric_lines(validate=False), {}))
         assert "train" in found
         assert "validation" not in found
         assert "kept" not in found
 
-    def test_what_is_missing_or_not_finite_is_left_out(self) -> None:
+    def test_skips_missing_and_non_finite_values(self) -> None:
         log = metric_lines(validate=False)
         log[0]["loss"] = None
         log[1]["loss"] = math.nan
@@ -80,37 +82,37 @@ class TestCurves:
         log.append({"split": "train"})
         log.append({"split": "train", "step": "x", "loss": 1})
         figure = plot_curves(log, {"best_step": None})
-        assert lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)], [50, 0.5]]
+        assert plotted_lines(figure)["train"].tolist() == [[40, pytest.approx(0.7)], [50, 0.5]]
         assert to_svg(figure)
 
-    def test_nothing_at_all(self) -> None:
-        assert texts(plot_curves([], {})).count("not measured") == 4
+    def test_empty_log(self) -> None:
+        assert svg_texts(plot_curves([], {})).count("not measured") == 4
 
-    def test_the_later_line_of_a_step_counts(self) -> None:
+    def test_last_logged_value_of_a_step_wins(self) -> None:
         steps = ((10, 9.0), (20, 2.0), (10, 1.0))
         log = [{"split": "train", "step": step, "loss": value} for step, value in steps]
-        assert lines(plot_curves(log, {}))["train"].tolist() == [[10, 1.0], [20, 2.0]]
+        assert plotted_lines(plot_curves(log, {}))["train"].tolist() == [[10, 1.0], [20, 2.0]]
 
-    def test_one_point_is_no_curve(self) -> None:
+    def test_single_point_is_too_short_to_plot(self) -> None:
         figure = plot_curves(metric_lines(steps=10), {"best_step": 10})
-        assert "".join(texts(figure)).count("too short to plot") == 4
-        assert lines(figure) == {}
+        assert "".join(svg_texts(figure)).count("too short to plot") == 4
+        assert plotted_lines(figure) == {}
         named = [("one", metric_lines(steps=10)), ("other", metric_lines(steps=10))]
         figure = plot_run_comparison(named, key="loss", split="train")
-        assert "".join(texts(figure)).count("too short to plot") == 1
-        assert lines(figure) == {}
-        assert "not measured" in texts(plot_run_comparison(named, key="loss", split="val"))
+        assert "".join(svg_texts(figure)).count("too short to plot") == 1
+        assert plotted_lines(figure) == {}
+        assert "not measured" in svg_texts(plot_run_comparison(named, key="loss", split="val"))
 
-    def test_a_long_run_becomes_no_larger(self) -> None:
+    def test_long_run_is_downsampled(self) -> None:
         log = [{"split": "train", "step": step, "loss": 2.0} for step in range(1, 50_001)]
         figure = plot_curves(log, {}, keys=["loss"])
-        assert len(lines(figure)["train"]) == 600
-        assert lines(figure)["train"][:, 1].tolist() == [2.0] * 600
+        assert len(plotted_lines(figure)["train"]) == 600
+        assert plotted_lines(figure)["train"][:, 1].tolist() == [2.0] * 600
         assert len(to_svg(figure)) < 60_000
 
 
-class TestCompareCurves:
-    def test_runs_of_one_name_share_a_color(self) -> None:
+class TestRunComparison:
+    def test_runs_with_the_same_name_share_a_color(self) -> None:
         named = [
             ("one", metric_lines()),
             ("one", metric_lines()),
@@ -120,36 +122,38 @@ class TestCompareCurves:
         colors = [line.get_color() for line in figure.axes[0].lines]
         assert colors[0] == colors[1] == COLORS["c1"]
         assert colors[2] == COLORS["c2"]
-        assert "Loss, training" in texts(figure)
+        assert "Loss, training" in svg_texts(figure)
 
-    def test_more_names_than_colors_differ_by_their_dashes(self) -> None:
+    def test_names_beyond_the_palette_differ_in_line_style(self) -> None:
         figure = plot_run_comparison([(f"run {n}", metric_lines()) for n in range(12)])
-        looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-        assert len(looks) == 12
+        styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+        assert len(styles) == 12
 
-    def test_without_the_figure_it_says_so(self) -> None:
-        assert "not measured" in texts(plot_run_comparison([("a", metric_lines(validate=False))]))
+    def test_missing_metric_is_shown_as_not_measured(self) -> None:
+        assert "not measured" in svg_texts(
+            plot_run_comparison([("a", metric_lines(validate=False))])
+        )
 
 
-class TestConfusion:
-    def test_counts_and_shares(self) -> None:
+class TestConfusionMatrix:
+    def test_cells_show_counts_and_row_shares(self) -> None:
         figure = plot_confusion_matrix([[8, 2], [0, 0]], ["cat", "dog"])
-        found = texts(figure)
+        found = svg_texts(figure)
         assert {"8", "2", "cat", "dog", "predicted", "true class"} <= set(found)
         assert "0" not in found
         cells = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
         alphas = [cell.get_alpha() for cell in cells]
-        # the row of a class without images is empty, not a division by zero
+        # a class without images gives an empty row instead of a division by zero
         assert alphas == pytest.approx([0.05 + 0.9 * 0.8, 0.05 + 0.9 * 0.2, 0.05, 0.05])
 
-    def test_names_that_bite_are_text_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_hostile_class_names_stay_plain_text(self, tmp_path: Path) -> None:
         matrix = (np.eye(10, dtype=int) * 5).tolist()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figure = plot_confusion_matrix(matrix, HOSTILE_NAMES)
             svg = to_svg(figure)
             save_png(figure, tmp_path / "a.png")
-        found = texts(figure)
+        found = svg_texts(figure)
         assert "<script>" not in svg
         assert "$5 and $6" in found
         assert "<b>bold</b>" in found
@@ -157,18 +161,18 @@ class TestConfusion:
         assert HOSTILE_NAMES[5] in found
         assert all(len(text) <= 18 for text in found)
 
-    def test_many_classes_are_a_picture_with_few_labels(self) -> None:
+    def test_many_classes_become_an_image_with_few_labels(self) -> None:
         figure = plot_confusion_matrix(
             np.eye(60, dtype=int).tolist(), [f"class {n}" for n in range(60)]
         )
         assert len(figure.axes[0].images) == 1
-        found = texts(figure)
+        found = svg_texts(figure)
         assert "class 0" in found
         assert "class 1" not in found
         assert len(found) < 60
 
     @pytest.mark.parametrize("num_classes", [401, 1000])
-    def test_a_lone_confusion_is_not_averaged_away(self, num_classes: int) -> None:
+    def test_single_error_stays_visible_when_downsampled(self, num_classes: int) -> None:
         matrix = np.eye(num_classes, dtype=int)
         matrix[7] = 0
         matrix[7, 390] = 1
@@ -179,12 +183,12 @@ class TestConfusion:
         assert rgba[7 // block, 390 // block, 3] == pytest.approx(1.0)
         assert len(to_svg(figure)) < 400_000
 
-    def test_one_class(self) -> None:
-        assert "3" in texts(plot_confusion_matrix([[3]], ["only"]))
+    def test_single_class(self) -> None:
+        assert "3" in svg_texts(plot_confusion_matrix([[3]], ["only"]))
 
 
-class TestReliability:
-    def test_bars_gaps_and_counts(self) -> None:
+class TestReliabilityDiagram:
+    def test_bars_show_accuracy_gap_and_count(self) -> None:
         figure = plot_reliability_diagram(calibration_bins(0.05))
         upper, lower = figure.axes
         heights = [bar.get_height() for bar in upper.patches if isinstance(bar, Rectangle)]
@@ -193,9 +197,9 @@ class TestReliability:
         assert [gap for gap in gaps if gap] == pytest.approx([0.05] * 12)
         counts = [bar.get_height() for bar in lower.patches if isinstance(bar, Rectangle)]
         assert counts == [10 * n for n in range(3, 15)]
-        assert "Calibration" in texts(figure)
+        assert "Calibration" in svg_texts(figure)
 
-    def test_too_sure_and_not_sure_enough_look_different(self) -> None:
+    def test_overconfident_and_underconfident_bins_differ_in_color(self) -> None:
         def colors(shift: float) -> set[tuple[float, ...]]:
             patches = plot_reliability_diagram(calibration_bins(shift)).axes[0].patches
             return {
@@ -207,13 +211,13 @@ class TestReliability:
         assert len(colors(0.05)) == len(colors(-0.02)) == 1
         assert colors(0.05) != colors(-0.02)
 
-    def test_before_and_after(self) -> None:
+    def test_before_and_after_temperature_scaling(self) -> None:
         figure = plot_reliability_diagram(calibration_bins(0.1), calibration_bins(0.0))
         assert len(figure.axes) == 4
-        found = texts(figure)
+        found = svg_texts(figure)
         assert "Before temperature scaling" in found
         assert "After temperature scaling" in found
 
     @pytest.mark.parametrize("empty", [[], [{"low": 0, "high": 1, "count": 0, "accuracy": None}]])
-    def test_nothing_measured(self, empty: list[dict[str, float]]) -> None:
-        assert "not measured" in texts(plot_reliability_diagram(empty))
+    def test_empty_bins_are_shown_as_not_measured(self, empty: list[dict[str, float]]) -> None:
+        assert "not measured" in svg_texts(plot_reliability_diagram(empty))

@@ -29,17 +29,17 @@ from finetune.report.page import write_comparison, write_report_pages, write_run
 
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-ARGUMENTS = [
+CHROMIUM_ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
     *("--disable-component-update", "--no-first-run"),
 ]
-BREAK = "\f"
-ROWS = ("tr", "li", "p", "h1", "h2", "h3", "div", "section", "footer", "summary", "dl")
-FETCHING = ("src", "srcset", "action", "formaction", "data", "poster", "background")
+LINE_BREAK = "\f"
+BLOCK_TAGS = ("tr", "li", "p", "h1", "h2", "h3", "div", "section", "footer", "summary", "dl")
+URL_ATTRIBUTES = ("src", "srcset", "action", "formaction", "data", "poster", "background")
 
 
 class Page(HTMLParser):
-    """What a page holds: its elements with their attributes, and its text."""
+    """A parsed page: its elements with their attributes, and its text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -53,7 +53,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, {key: value or "" for key, value in attrs}))
         self._open.append(tag)
-        self._pieces.append(BREAK if tag in ROWS else " | " if tag in ("td", "th", "dd") else " ")
+        self._pieces.append(
+            LINE_BREAK if tag in BLOCK_TAGS else " | " if tag in ("td", "th", "dd") else " "
+        )
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._open:
@@ -66,7 +68,7 @@ class Page(HTMLParser):
             if not {"svg", "pre"} & set(self._open):
                 self._pieces.append(data)
 
-    def has(self, tag: str, **attributes: str) -> list[dict[str, str]]:
+    def find_all(self, tag: str, **attributes: str) -> list[dict[str, str]]:
         return [
             found
             for name, found in self.elements
@@ -78,14 +80,14 @@ class Page(HTMLParser):
         return " ".join(self.text.split())
 
     @property
-    def reviewed(self) -> str:
-        """The text without figures, recipe and version, a line for each paragraph or row."""
-        lines = [" ".join(line.split()) for line in "".join(self._pieces).split(BREAK)]
+    def reviewed_text(self) -> str:
+        """The text without figures, recipe and version, one line per paragraph or table row."""
+        lines = [" ".join(line.split()) for line in "".join(self._pieces).split(LINE_BREAK)]
         return "\n".join(line for line in lines if line).replace(__version__, "VERSION") + "\n"
 
 
-def page_of(path: Path, *overrides: str, **options: Any) -> Page:
-    """The page of a run directory as `make_run` writes it."""
+def write_and_parse_page(path: Path, *overrides: str, **options: Any) -> Page:
+    """Write a run directory with its report page, and parse the page."""
     return Page(write_run_report(write_run_dir(path, *overrides, **options)))
 
 
@@ -95,14 +97,14 @@ def change_record(run: Path, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """The page of a run that has everything."""
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a run that has every section."""
     return Page(write_run_report(write_run_dir(tmp_path_factory.mktemp("runs") / "everything")))
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the figures out, where a test is about something else: they take a second a page."""
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace figures with empty ones where a test ignores them; plotting takes 1 s a page."""
     for name in (
         "plot_curves",
         "plot_confusion_matrix",
@@ -113,134 +115,138 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.report.page.to_svg", lambda *_, **__: "<svg></svg>")
 
 
-class TestPageOfARun:
-    def test_has_every_part(self, finished: Page) -> None:
-        sections = [found["id"] for found in finished.has("section")]
+class TestRunPage:
+    def test_has_every_section(self, full_page: Page) -> None:
+        sections = [found["id"] for found in full_page.find_all("section")]
         assert sections == [
             *("curves", "confusion", "calibration", "classes", "mistakes", "claims"),
             *("speed", "data", "provenance", "recipe"),
         ]
-        links = [found["href"] for found in finished.has("a")]
+        links = [found["href"] for found in full_page.find_all("a")]
         assert links == [f"#{name}" for name in sections]
 
-    def test_its_text(self, finished: Page) -> None:
-        assert finished.reviewed == (HERE / "run_page.txt").read_text(encoding="utf-8")
-        assert "batch_size: 64" in finished.words  # of the recipe
+    def test_matches_the_reviewed_text(self, full_page: Page) -> None:
+        assert full_page.reviewed_text == (HERE / "run_page.txt").read_text(encoding="utf-8")
+        assert "batch_size: 64" in full_page.words  # part of the recipe
 
-    def test_figures_and_pictures_are_in_it(self, finished: Page) -> None:
-        names = [found["aria-label"] for found in finished.has("svg")]
+    def test_embeds_figures_and_images(self, full_page: Page) -> None:
+        names = [found["aria-label"] for found in full_page.find_all("svg")]
         assert len(names) == 4 + 1 + 2
-        pictures = finished.has("img")
-        assert len(pictures) == 3
-        assert all(found["src"].startswith("data:image/png;base64,") for found in pictures)
-        assert all(found["class"] == "small" for found in pictures)
-        assert all(found["alt"] for found in pictures)
+        images = full_page.find_all("img")
+        assert len(images) == 3
+        assert all(found["src"].startswith("data:image/png;base64,") for found in images)
+        assert all(found["class"] == "small" for found in images)
+        assert all(found["alt"] for found in images)
 
-    def test_loads_nothing(self, finished: Page) -> None:
-        (policy,) = finished.has("meta", **{"http-equiv": "Content-Security-Policy"})
+    def test_loads_no_external_resources(self, full_page: Page) -> None:
+        (policy,) = full_page.find_all("meta", **{"http-equiv": "Content-Security-Policy"})
         assert policy["content"].startswith("default-src 'none'; img-src data:;")
         assert "unsafe-eval" not in policy["content"]
         assert "script-src 'sha256-" in policy["content"]
-        for tag, attributes in finished.elements:
+        for tag, attributes in full_page.elements:
             assert tag not in ("iframe", "object", "embed", "base", "form")
-            for key in FETCHING:
+            for key in URL_ATTRIBUTES:
                 assert attributes.get(key, "data:").startswith("data:"), (tag, attributes)
             href = attributes.get("href", attributes.get("xlink:href", "#"))
             assert href.startswith(("#", "data:")), (tag, attributes)
-        assert "@import" not in finished.html
-        assert not re.search(r"url\((?!#)", finished.html)
+        assert "@import" not in full_page.html
+        assert not re.search(r"url\((?!#)", full_page.html)
 
-    def test_ids_are_there_once(self, finished: Page) -> None:
-        ids = [found["id"] for _, found in finished.elements if "id" in found]
+    def test_ids_are_unique(self, full_page: Page) -> None:
+        ids = [found["id"] for _, found in full_page.elements if "id" in found]
         assert len(ids) > 10
         assert len(ids) == len(set(ids))
 
-    def test_is_the_same_each_time(self, tmp_path: Path) -> None:
+    def test_output_is_deterministic(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run")
         first = write_run_report(run).read_bytes()
         assert write_run_report(run).read_bytes() == first
         assert not list(run.glob(".*"))
 
-    def test_a_range_test_has_its_curve(self, tmp_path: Path) -> None:
+    def test_lr_range_test_has_a_curve(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
         curve = {"lr": [1e-4, 1e-3], "loss": [2.3, 2.0], "smoothed": [2.3, 2.2], "chosen": 1e-4}
         for text, count in ((json.dumps(curve), 5), ('{"lr": [1, "a"]}', 4), ("[", 4), ("[]", 4)):
             (run / "lr_range.json").write_text(text)
-            assert len(Page(write_run_report(run)).has("svg")) == count
+            assert len(Page(write_run_report(run)).find_all("svg")) == count
 
-    def test_an_open_split_is_taken(self, tmp_path: Path, undrawn: None) -> None:
+    def test_uses_an_open_split(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run", "data.source=folder:nowhere")
         assert "cannot be opened from here" in Page(write_run_report(run)).text
         page = Page(write_run_report(run, split=open_source("embedded:digits").splits["test"]))
-        assert len(page.has("img")) == 3
+        assert len(page.find_all("img")) == 3
 
 
 class TestTrainingImages:
-    def test_a_row_for_each_image(self, tmp_path: Path, undrawn: None) -> None:
+    def test_one_row_per_image(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run", class_names=HOSTILE_NAMES)
-        assert not Page(write_run_report(run)).has("section", id="images")
+        assert not Page(write_run_report(run)).find_all("section", id="images")
         write_training_images(run)
         page = Page(write_run_report(run))
-        assert len(page.has("img")) == 3 + 3 * 10
-        assert page.has("a", href="#images")
+        assert len(page.find_all("img")) == 3 + 3 * 10
+        assert page.find_all("a", href="#images")
         epochs = " | ".join(f"epoch {number}" for number in range(1, 9))
-        assert f"| Class | decoded | {epochs} | evaluation" in page.reviewed
+        assert f"| Class | decoded | {epochs} | evaluation" in page.reviewed_text
         assert HOSTILE_NAMES[0] in page.text
 
-    def test_one_column_where_nothing_is_drawn(self, tmp_path: Path, undrawn: None) -> None:
+    def test_one_column_without_random_transforms(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run")
         write_training_images(run, epochs=1)
-        text = Page(write_run_report(run)).reviewed
+        text = Page(write_run_report(run)).reviewed_text
         assert "decoded | every epoch | evaluation" in text
         assert "epoch 1" not in text
 
-    def test_one_line_where_there_are_none(self, tmp_path: Path, undrawn: None) -> None:
+    def test_note_when_no_images_are_recorded(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run")
         (run / "training_images.json").write_text('{"note": "They are streamed.", "rows": []}')
         page = Page(write_run_report(run))
         assert "They are streamed." in page.text
-        assert len(page.has("img")) == 3
+        assert len(page.find_all("img")) == 3
 
     @pytest.mark.parametrize("picture", ["https://example.org/a.png", "x.png", 7, None])
-    def test_nothing_is_fetched_for_them(
-        self, tmp_path: Path, undrawn: None, picture: object
+    def test_invalid_image_data_is_dropped(
+        self, tmp_path: Path, no_figures: None, picture: object
     ) -> None:
         run = write_run_dir(tmp_path / "run")
         rows = [{"label": 0, "name": "x", "pictures": [picture] * 10}, None, {"pictures": 3}]
         (run / "training_images.json").write_text(json.dumps({"note": None, "rows": rows}))
         page = Page(write_run_report(run))
-        assert not page.has("section", id="images")
+        assert not page.find_all("section", id="images")
         assert "example.org" not in page.html
 
 
-class TestWhatMayBeMissing:
-    def test_an_unfinished_run(self, tmp_path: Path) -> None:
-        page = page_of(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
+class TestIncompleteRuns:
+    def test_unfinished_run(self, tmp_path: Path) -> None:
+        page = write_and_parse_page(
+            tmp_path / "run", status="running", metrics=metric_lines(steps=20)
+        )
         assert "running, or killed: 20 of 40 steps are logged" in page.words
-        assert len(page.has("svg")) == 4
-        assert not page.has("section", id="mistakes")
+        assert len(page.find_all("svg")) == 4
+        assert not page.find_all("section", id="mistakes")
 
-    def test_a_failed_run(self, tmp_path: Path, undrawn: None) -> None:
-        page = page_of(tmp_path / "run", status="failed (6)", metrics=metric_lines(steps=10))
+    def test_failed_run(self, tmp_path: Path, no_figures: None) -> None:
+        page = write_and_parse_page(
+            tmp_path / "run", status="failed (6)", metrics=metric_lines(steps=10)
+        )
         assert "failed (6): 10 of 40 steps are logged" in page.words
 
-    def test_an_older_run(self, tmp_path: Path) -> None:
+    def test_run_of_an_older_version(self, tmp_path: Path) -> None:
         old = split_results()
         del old["calibration"]
-        outcome = {"val": old, "test": old, "best_step": 20, "steps": 40, "claims": []}
-        page = page_of(tmp_path / "run", results=outcome)
+        results = {"val": old, "test": old, "best_step": 20, "steps": 40, "claims": []}
+        page = write_and_parse_page(tmp_path / "run", results=results)
         assert "did not record single mistakes" in page.words
         assert "did not record its calibration by bins" in page.words
         assert "error is 0.0310" in page.words
 
-    def test_a_run_without_validation_test_or_metrics(self, tmp_path: Path) -> None:
+    def test_run_without_validation_test_or_metrics(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run", results={"best_step": 40, "steps": 40})
         (run / "metrics.jsonl").unlink()
         page = Page(write_run_report(run))
         assert "there are no curves" in page.words
         assert "Neither a test nor a validation split was measured." in page.words
 
-    def test_nothing_that_is_not_finite_breaks_it(self, tmp_path: Path) -> None:
+    def test_non_finite_metrics_are_shown_as_dashes(self, tmp_path: Path) -> None:
         test = split_results(top1=float("nan")) | {
             "loss": float("inf"),
             "ece": None,
@@ -252,49 +258,49 @@ class TestWhatMayBeMissing:
         ]
         test["mistakes"] = [{"index": 0}]
         lines = [*metric_lines(), {"step": 50, "split": "train", "loss": float("nan"), "lr": None}]
-        outcome = run_results(test=test, best_step=None)
-        assert "–" in page_of(tmp_path / "run", metrics=lines, results=outcome).text
+        results = run_results(test=test, best_step=None)
+        assert "–" in write_and_parse_page(tmp_path / "run", metrics=lines, results=results).text
 
-    def test_without_a_test_split_the_page_is_about_validation(
-        self, tmp_path: Path, undrawn: None
+    def test_without_a_test_split_the_page_shows_validation(
+        self, tmp_path: Path, no_figures: None
     ) -> None:
-        outcome = run_results(val={**split_results(top1=0.7), "mistakes": val_mistakes()})
-        del outcome["test"]
-        page = page_of(tmp_path / "run", results=outcome)
-        assert "Validation top-1 | 70.00" in page.reviewed
+        results = run_results(val={**split_results(top1=0.7), "mistakes": val_mistakes()})
+        del results["test"]
+        page = write_and_parse_page(tmp_path / "run", results=results)
+        assert "Validation top-1 | 70.00" in page.reviewed_text
         assert "The 3 validation images with the largest loss." in page.words
         assert "Expected calibration error on the validation split 0.0310." in page.words
-        assert page.words.count("on the validation split") == 2  # and the matrix
-        assert len(page.has("img")) == 3
-        assert page.has("div", **{"class": "beside"})  # one diagram fits beside the matrix
+        assert page.words.count("on the validation split") == 2  # and once at the matrix
+        assert len(page.find_all("img")) == 3
+        assert page.find_all("div", **{"class": "beside"})  # one diagram fits next to the matrix
         assert "on the test split" not in page.words
 
-    def test_each_class_has_a_picture(self, tmp_path: Path, undrawn: None) -> None:
+    def test_each_class_has_a_thumbnail(self, tmp_path: Path, no_figures: None) -> None:
         labels = open_source("embedded:digits").splits["test"].labels
         test = split_results()
         for label, row in enumerate(test["per_class"]):
             row["support"] = int((labels == label).sum())
-        page = page_of(tmp_path / "run", results=run_results(test=test))
-        assert len(page.has("span", **{"class": "thumb"})) == 10
-        assert len(page.has("img", alt="")) == 10
+        page = write_and_parse_page(tmp_path / "run", results=run_results(test=test))
+        assert len(page.find_all("span", **{"class": "thumb"})) == 10
+        assert len(page.find_all("img", alt="")) == 10
 
-    def test_figures_on_few_images_are_marked(self, tmp_path: Path, undrawn: None) -> None:
+    def test_metrics_on_few_images_are_marked(self, tmp_path: Path, no_figures: None) -> None:
         pages = {
-            images: page_of(
+            images: write_and_parse_page(
                 tmp_path / f"{images}",
                 results=run_results(test={**split_results(), "examples": images}),
             )
             for images in (20, 400, 1000)
         }
         low, high = (f"{100 * end:.1f}" for end in wilson_interval(16, 20))
-        tile = next(line for line in pages[20].reviewed.splitlines() if "Test top-1" in line)
+        tile = next(line for line in pages[20].reviewed_text.splitlines() if "Test top-1" in line)
         assert f"interval {low}–{high}" in tile
         assert "Test top-1 too few images" in tile
-        assert "Test top-1 |" in pages[400].reviewed
-        assert "interval 75.8–83.6" in pages[400].reviewed
-        assert "on 1,000 images\n" in pages[1000].reviewed
+        assert "Test top-1 |" in pages[400].reviewed_text
+        assert "interval 75.8–83.6" in pages[400].reviewed_text
+        assert "on 1,000 images\n" in pages[1000].reviewed_text
 
-    def test_five_classes_have_no_top5(self, tmp_path: Path, undrawn: None) -> None:
+    def test_top5_needs_more_than_five_classes(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(
             tmp_path / "run", results=run_results(test=split_results(6), val=split_results(6))
         )
@@ -310,38 +316,36 @@ class TestWhatMayBeMissing:
             {"confusion": 5, "per_class": 5, "calibrated": 5},
         ],
     )
-    def test_parts_of_another_shape_break_nothing(
-        self, tmp_path: Path, damage: dict[str, Any]
-    ) -> None:
-        outcome = run_results(test={**split_results(), **damage})
-        assert "80.00" in page_of(tmp_path / "run", results=outcome).text
+    def test_damaged_results_still_render(self, tmp_path: Path, damage: dict[str, Any]) -> None:
+        results = run_results(test={**split_results(), **damage})
+        assert "80.00" in write_and_parse_page(tmp_path / "run", results=results).text
 
 
-class TestNames:
-    def test_nothing_in_a_run_becomes_markup(self, tmp_path: Path) -> None:
-        outcome = run_results()
-        outcome["test"]["mistakes"][0]["name"] = HOSTILE_NAMES[1]
-        outcome["claims"][0] |= {
+class TestEscaping:
+    def test_run_contents_never_become_markup(self, tmp_path: Path) -> None:
+        results = run_results()
+        results["test"]["mistakes"][0]["name"] = HOSTILE_NAMES[1]
+        results["claims"][0] |= {
             "source": HOSTILE_NAMES[0],
             "note": HOSTILE_NAMES[1],
             "how": HOSTILE_NAMES[2],
         }
         overrides = ("data.source=folder:<img src=x onerror=alert(1)>",)
         run = write_run_dir(
-            tmp_path / "<i>run<i>", *overrides, class_names=HOSTILE_NAMES, results=outcome
+            tmp_path / "<i>run<i>", *overrides, class_names=HOSTILE_NAMES, results=results
         )
         change_record(run, argv=HOSTILE_NAMES, versions={HOSTILE_NAMES[1]: HOSTILE_NAMES[0]})
         page = Page(write_run_report(run))
-        assert len(page.has("script")) == 1
-        assert all("style" in found for tag in ("b", "i") for found in page.has(tag))
-        assert not page.has("img", src="x")
-        for place in (0, 1, 2, 4, 5, 6, 8):  # the last is long, and whole in the table
-            assert HOSTILE_NAMES[place] in page.text
+        assert len(page.find_all("script")) == 1
+        assert all("style" in found for tag in ("b", "i") for found in page.find_all(tag))
+        assert not page.find_all("img", src="x")
+        for index in (0, 1, 2, 4, 5, 6, 8):  # the last name is long; the table has all of it
+            assert HOSTILE_NAMES[index] in page.text
         assert "lone \\ud83d surrogate \ufffd nul" in page.text
         assert "\x00" not in page.html
         assert "<i>run<i>" in page.text
 
-    def test_a_token_is_never_shown(self, tmp_path: Path, undrawn: None) -> None:
+    def test_token_is_redacted(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run")
         token = "hf_" + "aB3" * 10
         change_record(run, argv=["finetune", "train", f"data.source=hub:x?token={token}"])
@@ -359,8 +363,8 @@ class TestComparison:
             for seed in (0, 1)
         ]
 
-    def test_several_runs_are_compared(
-        self, runs: list[Path], tmp_path: Path, undrawn: None
+    def test_compares_several_runs(
+        self, runs: list[Path], tmp_path: Path, no_figures: None
     ) -> None:
         found = write_report_pages([str(run) for run in runs])
         assert found == {
@@ -368,58 +372,60 @@ class TestComparison:
             "comparison": str(tmp_path / "comparison.html"),
         }
         page = Page(tmp_path / "comparison.html")
-        assert page.reviewed == (HERE / "comparison_page.txt").read_text(encoding="utf-8")
-        assert len(page.has("svg")) == 4
-        links = [found["href"] for found in page.has("a") if not found["href"].startswith("#")]
+        assert page.reviewed_text == (HERE / "comparison_page.txt").read_text(encoding="utf-8")
+        assert len(page.find_all("svg")) == 4
+        links = [found["href"] for found in page.find_all("a") if not found["href"].startswith("#")]
         assert links == [f"{run.name}/report.html" for run in runs]
-        assert len(page.has("span", **{"class": "badge good"})) == 4 * 3
+        assert len(page.find_all("span", **{"class": "badge good"})) == 4 * 3
 
-    def test_elsewhere(self, runs: list[Path], tmp_path: Path, undrawn: None) -> None:
+    def test_out_names_a_folder_or_a_file(
+        self, runs: list[Path], tmp_path: Path, no_figures: None
+    ) -> None:
         out = tmp_path / "deep" / "er"
         found = write_report_pages([str(run) for run in runs], out=str(out))
         assert found["comparison"] == str(out / "comparison.html")
-        links = [a["href"] for a in Page(out / "comparison.html").has("a")]
+        links = [a["href"] for a in Page(out / "comparison.html").find_all("a")]
         assert f"../../{runs[0].name}/report.html" in links
         file = tmp_path / "other.html"
         assert write_report_pages([str(run) for run in runs], out=str(file))["comparison"] == str(
             file
         )
 
-    def test_runs_of_different_folders(self, tmp_path: Path, undrawn: None) -> None:
+    def test_runs_in_different_folders(self, tmp_path: Path, no_figures: None) -> None:
         runs = [write_run_dir(tmp_path / name / "run") for name in ("a", "b")]
         assert write_report_pages(map(str, runs))["comparison"] == str(tmp_path / "comparison.html")
 
-    def test_odd_names_are_linked(self, tmp_path: Path, undrawn: None) -> None:
+    def test_links_to_odd_names_are_escaped(self, tmp_path: Path, no_figures: None) -> None:
         runs = [write_run_dir(tmp_path / name) for name in ('"<a>&#?%', "plain")]
         write_report_pages(map(str, runs))
         page = Page(tmp_path / "comparison.html")
-        assert page.has("a", href="%22%3Ca%3E%26%23%3F%25/report.html")
+        assert page.find_all("a", href="%22%3Ca%3E%26%23%3F%25/report.html")
         assert '"<a>&#?%' in page.text
 
-    def test_without_pages_there_are_no_links(
-        self, runs: list[Path], tmp_path: Path, undrawn: None
+    def test_comparison_without_run_pages_has_no_links(
+        self, runs: list[Path], tmp_path: Path, no_figures: None
     ) -> None:
         page = Page(write_comparison(runs, tmp_path / "c.html"))
-        assert all(found["href"].startswith("#") for found in page.has("a"))
+        assert all(found["href"].startswith("#") for found in page.find_all("a"))
 
-    def test_an_unfinished_run_among_them(
-        self, runs: list[Path], tmp_path: Path, undrawn: None
+    def test_unfinished_run_has_a_waiting_badge(
+        self, runs: list[Path], tmp_path: Path, no_figures: None
     ) -> None:
         write_run_dir(tmp_path / "late", status="running", metrics=metric_lines(steps=10))
         page = Page(write_comparison([*runs, tmp_path / "late"], tmp_path / "c.html"))
-        assert page.has("span", **{"class": "badge wait"})
+        assert page.find_all("span", **{"class": "badge wait"})
 
-    def test_none_is_finished(self, tmp_path: Path, undrawn: None) -> None:
+    def test_only_unfinished_runs(self, tmp_path: Path, no_figures: None) -> None:
         runs = [
             write_run_dir(tmp_path / n, status="running", metrics=metric_lines(steps=10))
             for n in "ab"
         ]
         page = Page(write_comparison(runs, tmp_path / "c.html"))
-        assert not page.has("div", role="img")
+        assert not page.find_all("div", role="img")
 
 
-class TestVerb:
-    def test_one_run(self, tmp_path: Path, undrawn: None) -> None:
+class TestReportCommand:
+    def test_one_run(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run")
         found = write_report_pages([str(run)])
         assert found == {"reports": [str(run / "report.html")], "comparison": None}
@@ -430,13 +436,13 @@ class TestVerb:
         assert write_report_pages([str(run)], out=file)["reports"] == [file]
         assert "run" in Page(Path(file)).text
 
-    def test_all_are_read_before_one_is_written(self, tmp_path: Path) -> None:
+    def test_reads_all_runs_before_writing_a_page(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run")
         with refused("recipe.not_found", tmp_path / "nowhere"):
             write_report_pages([str(run), str(tmp_path / "nowhere")])
         assert not (run / "report.html").exists()
 
-    def test_out_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_invalid_out(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run")
         (tmp_path / "file").write_text("x")
         with refused("recipe.wrong_value", "--out", tmp_path / "file"):
@@ -445,26 +451,26 @@ class TestVerb:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium, where there is one."""
+    """Headless Chromium; skip the test if it is not installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no chromium on the path")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         yield chromium
         chromium.close()
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of each kind, with class names that bite and wide tables."""
+    """A page of each kind, with hostile class names and wide tables."""
     folder = tmp_path_factory.mktemp("browser")
     runs = [
         write_run_dir(folder / f"run-s{n}", f"run.seed={n}", class_names=HOSTILE_NAMES)
         for n in range(3)
     ]
     write_training_images(runs[0])
-    late = write_run_dir(folder / "late", status="running", metrics=metric_lines(steps=20))
+    unfinished = write_run_dir(folder / "late", status="running", metrics=metric_lines(steps=20))
     many = split_results(60)
     write_run_dir(
         folder / "many",
@@ -473,8 +479,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     return {
         "run": write_run_report(runs[0]),
-        "comparison": write_comparison([*runs, late], folder / "comparison.html"),
-        "unfinished": write_run_report(late),
+        "comparison": write_comparison([*runs, unfinished], folder / "comparison.html"),
+        "unfinished": write_run_report(unfinished),
         "many classes": write_run_report(folder / "many"),
     }
 
@@ -482,32 +488,45 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "comparison", "unfinished", "many classes"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_in_a_browser(browser: Any, pages: dict[str, Path], kind: str, width: int) -> None:
-    grounds = {}
+def test_renders_in_a_browser(browser: Any, pages: dict[str, Path], kind: str, width: int) -> None:
+    colors = {}
     for scheme in ("light", "dark"):
         context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
         page = context.new_page()
-        said: list[str] = []
-        asked: list[str] = []
-        page.on("console", lambda message, said=said: said.append(message.text))
-        page.on("pageerror", lambda error, said=said: said.append(str(error)))
-        page.on("request", lambda request, asked=asked: asked.append(request.url))
+        console_messages: list[str] = []
+        requested_urls: list[str] = []
+        page.on(
+            "console",
+            lambda message, console_messages=console_messages: console_messages.append(
+                message.text
+            ),
+        )
+        page.on(
+            "pageerror",
+            lambda error, console_messages=console_messages: console_messages.append(str(error)),
+        )
+        page.on(
+            "request",
+            lambda request, requested_urls=requested_urls: requested_urls.append(request.url),
+        )
         page.goto(pages[kind].as_uri())
-        assert not said
-        assert [url for url in asked if not url.startswith("data:")] == [pages[kind].as_uri()]
+        assert not console_messages
+        assert [url for url in requested_urls if not url.startswith("data:")] == [
+            pages[kind].as_uri()
+        ]
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        colors[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
         svg = "getComputedStyle(document.querySelector('svg text')).fill"
-        grounds[f"{scheme} text"] = page.evaluate(svg)
+        colors[f"{scheme} text"] = page.evaluate(svg)
         broken = "[...document.images].filter((one) => !one.naturalWidth).length"
         assert page.evaluate(broken) == 0
         context.close()
-    assert len(set(grounds.values())) == 4, grounds
+    assert len(set(colors.values())) == 4, colors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width, narrow", [(390, True), (1280, False)])
-def test_a_phone_says_that_the_matrix_scrolls(
+def test_narrow_screen_shows_the_scroll_hint(
     browser: Any, pages: dict[str, Path], width: int, narrow: bool
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 844})
@@ -521,7 +540,7 @@ def test_a_phone_says_that_the_matrix_scrolls(
 
 
 @pytest.mark.slow
-def test_a_table_is_sorted_by_its_heads(browser: Any, pages: dict[str, Path]) -> None:
+def test_table_sorts_by_column_header(browser: Any, pages: dict[str, Path]) -> None:
     page = browser.new_page()
     page.goto(pages["many classes"].as_uri())
     cells = "[...document.querySelectorAll('#classes tbody tr')].map((r) => r.cells[1].innerText)"

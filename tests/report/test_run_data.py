@@ -17,11 +17,11 @@ from finetune.report.run_data import (
     read_run,
 )
 
-DAMAGED = ("run.json", "results.json", "training_images.json", "model/config.json")
+JSON_FILES = ("run.json", "results.json", "training_images.json", "model/config.json")
 
 
 class TestReadRun:
-    def test_a_finished_run(self, tmp_path: Path) -> None:
+    def test_finished_run(self, tmp_path: Path) -> None:
         run = read_run(write_run_dir(tmp_path / "run"))
         assert run.name == "run"
         assert run.history == metric_lines()
@@ -31,7 +31,7 @@ class TestReadRun:
         assert run.class_name(99) == "99"
         assert run.class_name(None) == "None"
 
-    def test_an_unfinished_run_is_read_as_far_as_it_is(self, tmp_path: Path) -> None:
+    def test_unfinished_run_is_read_up_to_its_last_line(self, tmp_path: Path) -> None:
         run = read_run(
             write_run_dir(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
         )
@@ -39,18 +39,18 @@ class TestReadRun:
         assert run.metrics("test") == {}
         assert len(run.history) == 3
 
-    def test_a_cut_last_line_is_left_out(self, tmp_path: Path) -> None:
+    def test_truncated_last_line_is_skipped(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")
         metrics = path / "metrics.jsonl"
         metrics.write_text(metrics.read_text() + '{"step": 50, "spl')
         assert read_run(path).history == metric_lines()
 
-    def test_results_alone_are_enough(self, tmp_path: Path) -> None:
+    def test_missing_metrics_file_gives_an_empty_history(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")
         (path / "metrics.jsonl").unlink()
         assert read_run(path).history == []
 
-    def test_class_names_that_are_missing_are_numbers(self, tmp_path: Path) -> None:
+    def test_missing_class_names_become_numbers(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run", class_names=["zero", "one"])
         assert read_run(path).class_names[:4] == ["zero", "one", "2", "3"]
         (path / "model" / "config.json").unlink()
@@ -60,20 +60,20 @@ class TestReadRun:
     def test_not_a_run_directory(self, tmp_path: Path, missing: str) -> None:
         path = write_run_dir(tmp_path / "run")
         (path / missing).unlink()
-        for place, code in (
+        for given_path, code in (
             (path, "recipe.not_a_run"),
             (path / "metrics.jsonl", "recipe.not_a_run"),
             (tmp_path / "nowhere", "recipe.not_found"),
         ):
-            with refused(code, place):
-                read_run(place)
+            with refused(code, given_path):
+                read_run(given_path)
 
-    def test_nothing_measured_yet(self, tmp_path: Path) -> None:
+    def test_run_without_metrics_is_not_finished(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run", status="failed (6)", metrics=[])
         with refused("checkpoint.not_finished", path, "failed (6)"):
             read_run(path)
 
-    @pytest.mark.parametrize("name", DAMAGED)
+    @pytest.mark.parametrize("name", JSON_FILES)
     @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'"text"', b"[" * 100_000])
     def test_damaged_json(self, tmp_path: Path, name: str, content: bytes) -> None:
         path = write_run_dir(tmp_path / "run")
@@ -82,13 +82,13 @@ class TestReadRun:
             read_run(path)
         assert "\n" not in str(caught.value)
 
-    def test_results_of_another_shape(self, tmp_path: Path) -> None:
+    def test_results_with_the_wrong_structure(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run", results={"test": 5})
         with refused("checkpoint.damaged", path / "results.json", "'test'"):
             read_run(path)
 
     @pytest.mark.parametrize("line", ["{", "5", "{}", '{"step": "x"}', '{"step": NaN}', "\xff"])
-    def test_a_damaged_line_in_the_middle(self, tmp_path: Path, line: str) -> None:
+    def test_damaged_line_in_the_middle(self, tmp_path: Path, line: str) -> None:
         path = write_run_dir(tmp_path / "run")
         metrics = path / "metrics.jsonl"
         metrics.write_text(f"{line}\n{metrics.read_text()}", encoding="latin-1")
@@ -101,9 +101,9 @@ class TestReadRun:
         assert read_run(path).class_name(0) == "\udcff"
 
 
-class TestNumbers:
+class TestNumberFormats:
     @pytest.mark.parametrize("value", [None, "1", True, math.nan, math.inf, [], 10**400])
-    def test_what_is_no_finite_number(self, value: object) -> None:
+    def test_values_that_are_not_finite_numbers_become_dashes(self, value: object) -> None:
         assert as_finite_number(value) is None
         assert {
             format_percent(value),
@@ -112,8 +112,8 @@ class TestNumbers:
             format_duration(value),
         } == {"–"}
 
-    def test_a_page_has_narrow_spaces(self) -> None:
-        """The words are those of finetune/formatting.py."""
+    def test_formats_use_narrow_spaces(self) -> None:
+        """Unit names come from finetune/formatting.py."""
         assert format_percent(0.98754) == "98.75\u202f%"
         assert format_percent(1, 0) == "100\u202f%"
         assert format_decimal(0.123456) == "0.1235"

@@ -1,4 +1,4 @@
-"""Rows of a run's page that its reviewed text (run_page.txt) does not show."""
+"""Report rows that the reviewed page text (run_page.txt) does not cover."""
 
 from __future__ import annotations
 
@@ -24,106 +24,108 @@ from finetune.report.sections import (
 
 
 @pytest.fixture
-def done(tmp_path: Path) -> Run:
+def finished_run(tmp_path: Path) -> Run:
     return write_and_read_run(tmp_path / "run")
 
 
-def unfinished(path: Path, said: str = "running", **changes: Any) -> Run:
-    return write_and_read_run(path / "run", status=said, **changes)
+def write_unfinished_run(path: Path, status: str = "running", **changes: Any) -> Run:
+    return write_and_read_run(path / "run", status=status, **changes)
 
 
 class TestStatus:
-    def test_done(self, done: Run) -> None:
-        assert run_status(done) == {"kind": "done", "text": "done"}
+    def test_finished_run_is_done(self, finished_run: Run) -> None:
+        assert run_status(finished_run) == {"kind": "done", "text": "done"}
 
     @pytest.mark.parametrize(
-        "said, kind",
+        "status, kind",
         [("running", "running"), ("failed (6)", "failed"), ("stopped (143)", "failed")],
     )
-    def test_not_done(self, tmp_path: Path, said: str, kind: str) -> None:
-        found = run_status(unfinished(tmp_path, said, metrics=metric_lines(steps=20)))
+    def test_unfinished_run_shows_its_progress(
+        self, tmp_path: Path, status: str, kind: str
+    ) -> None:
+        found = run_status(write_unfinished_run(tmp_path, status, metrics=metric_lines(steps=20)))
         assert found["kind"] == kind
         assert "20 of 40 steps" in found["text"]
-        assert found["text"].startswith(said)
+        assert found["text"].startswith(status)
 
-    def test_at_the_very_end_it_is_done(self, done: Run) -> None:
-        done.record["status"] = "running"
-        assert run_status(done)["kind"] == "done"
-        done.results["steps"] = 80  # of an earlier run in this folder
-        assert run_status(done)["kind"] == "running"
+    def test_run_with_complete_results_is_done(self, finished_run: Run) -> None:
+        finished_run.record["status"] = "running"
+        assert run_status(finished_run)["kind"] == "done"
+        finished_run.results["steps"] = 80  # of an earlier run in this folder
+        assert run_status(finished_run)["kind"] == "running"
 
 
-class TestHeadline:
-    def test_an_unfinished_run_shows_the_last_lines(self, tmp_path: Path) -> None:
-        tiles = headline_tiles(unfinished(tmp_path, metrics=metric_lines(steps=30)))
+class TestHeadlineTiles:
+    def test_unfinished_run_shows_the_last_logged_values(self, tmp_path: Path) -> None:
+        tiles = headline_tiles(write_unfinished_run(tmp_path, metrics=metric_lines(steps=30)))
         found = {tile["label"]: (tile["value"], tile["note"]) for tile in tiles}
-        on = "at step 20, on 145 images, 95\u202f% interval 32.4–48.1\u202f%"
-        assert found["Validation top-1"] == ("40.00\u202f%", on)
+        note = "at step 20, on 145 images, 95\u202f% interval 32.4–48.1\u202f%"
+        assert found["Validation top-1"] == ("40.00\u202f%", note)
         assert found["Training loss"] == ("1.1000", "at step 30")
         assert "Kept step" not in found
 
 
 class TestClasses:
-    def test_every_class_with_its_gaps(self, done: Run) -> None:
-        rows = class_rows(done, "test")
+    def test_every_class_including_undefined_values(self, finished_run: Run) -> None:
+        rows = class_rows(finished_run, "test")
         assert len(rows) == 10
-        known = {"name": "0", "support": 40, "recall": 0.75, "precision": 0.5, "f1": 0.6}
-        assert rows[0] == {**known, "interval": "59.8–85.8\u202f%"}
+        expected = {"name": "0", "support": 40, "recall": 0.75, "precision": 0.5, "f1": 0.6}
+        assert rows[0] == {**expected, "interval": "59.8–85.8\u202f%"}
         assert rows[-1]["recall"] is None
 
-    def test_the_worst_pairs_come_first(self, done: Run) -> None:
-        pairs = confused_pair_rows(done, "test")
+    def test_most_confused_pairs_come_first(self, finished_run: Run) -> None:
+        pairs = confused_pair_rows(finished_run, "test")
         assert len(pairs) == 12
         share = 17 / (33 + 17 + 8)
         assert pairs[0] == {"true": "3", "predicted": "5", "count": 17, "share": share}
         assert [pair["count"] for pair in pairs[1:]] == [1] * 11
 
     @pytest.mark.parametrize("broken", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
-    def test_no_matrix_that_is_not_square(self, done: Run, broken: Any) -> None:
-        done.results["test"] = {**split_results(), "confusion": broken, "per_class": None}
-        assert confused_pair_rows(done, "test") == []
-        assert class_rows(done, "test") == []
+    def test_damaged_confusion_matrix_gives_no_rows(self, finished_run: Run, broken: Any) -> None:
+        finished_run.results["test"] = {**split_results(), "confusion": broken, "per_class": None}
+        assert confused_pair_rows(finished_run, "test") == []
+        assert class_rows(finished_run, "test") == []
 
 
 class TestClaims:
-    def test_a_damaged_answer_breaks_nothing(self, tmp_path: Path) -> None:
-        outcome = run_results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
-        rows = claim_rows(write_and_read_run(tmp_path / "run", results=outcome))
+    def test_damaged_claims_are_not_measured(self, tmp_path: Path) -> None:
+        results = run_results(claims=[None, {}, {"metric": 5, "between": 3, "measured": math.nan}])
+        rows = claim_rows(write_and_read_run(tmp_path / "run", results=results))
         assert [row["verdict"] for row in rows] == ["not measured"] * 2
         assert rows[1]["reported"] == "–"
 
 
 class TestSpeed:
-    def test_rates_time_and_share(self, done: Run) -> None:
-        found = speed_section(done)
-        assert training_images_per_second(done) == 525.0  # the median of 510, 520, 530, 540
+    def test_training_rate_and_time_shares(self, finished_run: Run) -> None:
+        found = speed_section(finished_run)
+        assert training_images_per_second(finished_run) == 525.0  # the median of 510, 520, 530, 540
         spent = 400 / 520 + 400 / 540
         assert found["share"] == [
             ("training", pytest.approx(1 - spent / 10)),
             ("validation", pytest.approx(spent / 10)),
         ]
 
-    def test_without_lines_there_are_dashes(self, tmp_path: Path) -> None:
+    def test_without_metrics_rates_are_dashes(self, tmp_path: Path) -> None:
         found = speed_section(write_and_read_run(tmp_path / "run", metrics=[]))
         assert dict(found["rows"])["Training"] == "–"
         assert found["share"] == []
 
 
-class TestFacts:
+class TestDataAndProvenance:
     def test_data_without_validation(self, tmp_path: Path) -> None:
-        run = unfinished(tmp_path, metrics=metric_lines(validate=False))
+        run = write_unfinished_run(tmp_path, metrics=metric_lines(validate=False))
         rows = dict(data_rows(run))
         assert rows["Who chose the weights"].startswith("nobody: there is no validation split")
         assert rows["Test"] == "not read"
 
-    def test_skipped_steps_and_images_left_out_are_said(self, done: Run) -> None:
-        done.results["skipped_steps"] = 2
-        done.plan["images_read"] = 1290
-        rows = dict(data_rows(done))
+    def test_skipped_steps_and_images_are_reported(self, finished_run: Run) -> None:
+        finished_run.results["skipped_steps"] = 2
+        finished_run.plan["images_read"] = 1290
+        rows = dict(data_rows(finished_run))
         assert rows["Skipped steps"].startswith("2, ")
         assert rows["Read of train"].startswith("1,290")
 
-    def test_provenance_leaves_out_what_is_not_known(self, done: Run) -> None:
-        rows = dict(provenance_rows(done))
+    def test_provenance_omits_unknown_values(self, finished_run: Run) -> None:
+        rows = dict(provenance_rows(finished_run))
         assert "Weights license" not in rows
         assert "None" not in "".join(rows.values())

@@ -28,7 +28,7 @@ from finetune.report.figure_style import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(text: str = "a title") -> Figure:
+def draw_figure(text: str = "a title") -> Figure:
     with matplotlib_style():
         figure, (axes,) = create_panels(1, 1)
         axes.plot([0, 1], [0, 1], color=COLORS["train"], marker="o", label="one")
@@ -39,14 +39,12 @@ def drawn(text: str = "a title") -> Figure:
 
 
 class TestColors:
-    def test_a_color_tells_its_role(self) -> None:
+    def test_each_role_has_its_own_hex_color(self) -> None:
         assert len(set(COLORS.values())) == len(COLORS)
         assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in COLORS.values())
         assert set(SERIES_COLORS) <= set(COLORS)
 
-    def test_the_page_says_what_each_is_in_the_light_and_in_the_dark(
-        self, repository: Path
-    ) -> None:
+    def test_css_defines_each_color_for_light_and_dark(self, repository: Path) -> None:
         css = (repository / "finetune" / "report" / "templates" / "page.css").read_text(
             encoding="utf-8"
         )
@@ -54,7 +52,7 @@ class TestColors:
             assert len(re.findall(rf"--{role}: #", css)) == 2, role
 
 
-class TestLegible:
+class TestShortenLabel:
     @pytest.mark.parametrize(
         "text, shown",
         [
@@ -65,30 +63,30 @@ class TestLegible:
             ("\u202eabc", "abc"),
         ],
     )
-    def test_one_printable_line(self, text: str, shown: str) -> None:
+    def test_label_is_one_printable_line(self, text: str, shown: str) -> None:
         assert shorten_label(text) == shown
 
 
 class TestStyle:
-    def test_leaves_no_trace(self) -> None:
+    def test_restores_rc_params(self) -> None:
         before = dict(matplotlib.rcParams)
         with matplotlib_style():
             assert matplotlib.rcParams["svg.fonttype"] == "none"
         assert dict(matplotlib.rcParams) == before
 
-    def test_a_matplotlibrc_changes_nothing(self) -> None:
-        plain = to_svg(drawn())
+    def test_ignores_user_rc_params(self) -> None:
+        plain = to_svg(draw_figure())
         with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "lines.marker": "x"}):
-            assert to_svg(drawn()) == plain
+            assert to_svg(draw_figure()) == plain
 
-    def test_missing_glyphs_and_dollars_are_quiet(self, tmp_path: Path) -> None:
+    def test_missing_glyphs_and_dollars_cause_no_warning(self, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figure = drawn("$\\frac{1}{ \u732b \u05e9\u05dc\u05d5\u05dd $")
+            figure = draw_figure("$\\frac{1}{ \u732b \u05e9\u05dc\u05d5\u05dd $")
             save_png(figure, tmp_path / "a.png")
             assert "$\\frac{1}{ \u732b" in to_svg(figure)
 
-    def test_pyplot_is_not_there(self) -> None:
+    def test_pyplot_is_not_imported(self) -> None:
         import subprocess
 
         code = "import sys, finetune.report.plots; print('matplotlib.pyplot' in sys.modules)"
@@ -97,26 +95,26 @@ class TestStyle:
 
 
 class TestPng:
-    def test_same_figure_same_bytes_and_no_metadata(self, tmp_path: Path) -> None:
+    def test_output_is_deterministic_and_has_no_metadata(self, tmp_path: Path) -> None:
         for name in ("a.png", "b.png"):
-            save_png(drawn(), tmp_path / name)
+            save_png(draw_figure(), tmp_path / name)
         assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
         with Image.open(tmp_path / "a.png") as image:
             assert image.size == (880, 540)
             assert not {"Software", "Creation Time", "date"} & set(image.info)
 
-    def test_a_folder_that_is_not_writable(self, tmp_path: Path) -> None:
+    def test_full_disk_is_a_setup_error(self, tmp_path: Path) -> None:
         import errno
         from unittest.mock import patch
 
         full = OSError(errno.ENOSPC, "No space left on device")
         with patch.object(Path, "open", side_effect=full), pytest.raises(SetupError):
-            save_png(drawn(), tmp_path / "a.png")
+            save_png(draw_figure(), tmp_path / "a.png")
 
 
 class TestSvg:
-    def test_is_one_element_with_a_name_and_its_text(self) -> None:
-        svg = to_svg(drawn("<b>&"))
+    def test_is_one_labeled_element_with_text(self) -> None:
+        svg = to_svg(draw_figure("<b>&"))
         assert svg.startswith("<svg ")
         assert "<?xml" not in svg
         assert "<!" not in svg
@@ -132,20 +130,20 @@ class TestSvg:
         assert not list(root.iter(f"{SVG}style"))
         assert not list(root.iter(f"{SVG}metadata"))
 
-    def test_colors_are_variables(self) -> None:
-        svg = to_svg(drawn())
+    def test_colors_are_css_variables(self) -> None:
+        svg = to_svg(draw_figure())
         assert "var(--train)" in svg
         assert "var(--ink)" in svg
         assert not re.search(r"#[0-9a-f]{6}", re.sub(r'(href="#|url\(#)[^")]*', "", svg))
 
-    def test_a_text_that_looks_like_style_stays(self) -> None:
+    def test_text_that_resembles_css_is_unchanged(self) -> None:
         text = f'style="fill: {COLORS["train"]}" id="x"'
-        found = [one.text for one in ET.fromstring(to_svg(drawn(text))).iter(f"{SVG}text")]
+        found = [one.text for one in ET.fromstring(to_svg(draw_figure(text))).iter(f"{SVG}text")]
         assert text in found
 
-    def test_ids_are_few_and_the_figures_own(self) -> None:
-        one, other = to_svg(drawn("one")), to_svg(drawn("other"))
-        assert to_svg(drawn("one")) == one
+    def test_ids_are_unique_to_a_figure_and_all_used(self) -> None:
+        one, other = to_svg(draw_figure("one")), to_svg(draw_figure("other"))
+        assert to_svg(draw_figure("one")) == one
         ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in (one, other)]
         assert ids[0]
         assert not set(ids[0]) & set(ids[1])
@@ -154,8 +152,8 @@ class TestSvg:
             assert used == set(names)
 
 
-class TestPaper:
-    def test_the_axes_of_panels_stand_in_line(self) -> None:
+class TestPanels:
+    def test_panel_axes_are_aligned(self) -> None:
         with matplotlib_style():
             figure, grid = create_panels(2, 2)
         assert tuple(figure.get_size_inches() * 72) == (880, 540)
@@ -165,7 +163,7 @@ class TestPaper:
         pixels = [boxes[0].x0 * 880, boxes[1].x0 * 880 - 440]
         assert pixels == pytest.approx([60, 60])
 
-    def test_empty_axes_say_so(self) -> None:
+    def test_empty_axes_show_a_note(self) -> None:
         with matplotlib_style():
             figure = create_figure(200, 100)
             write_empty_note(figure.subplots(), "not measured")

@@ -25,63 +25,63 @@ from finetune.report.thumbnails import (
 )
 
 
-def picture(uri: str) -> np.ndarray:
+def decode_data_uri(uri: str) -> np.ndarray:
     head, _, body = uri.partition(",")
     assert head in ("data:image/png;base64", "data:image/jpeg;base64")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))))
 
 
-def mistakes_of(run: Run) -> tuple[list[dict[str, Any]], str]:
+def load_mistake_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
     return mistake_rows(run, *open_reported_split(run))
 
 
 class TestMistakes:
-    def test_pictures_are_the_images_of_the_data(self, tmp_path: Path) -> None:
-        rows, note = mistakes_of(write_and_read_run(tmp_path / "run"))
+    def test_thumbnails_match_the_dataset_images(self, tmp_path: Path) -> None:
+        rows, note = load_mistake_rows(write_and_read_run(tmp_path / "run"))
         assert note == ""
         assert len(rows) == 3
         split = open_source("embedded:digits").splits["test"]
         for index, row in enumerate(rows):
-            assert np.array_equal(picture(row["picture"]), split.decode(index))
+            assert np.array_equal(decode_data_uri(row["picture"]), split.decode(index))
             assert row["small"]
             assert row["name"] == split.name_of(index)
             assert row["label"] == str(split.labels[index])
 
-    def test_a_split_that_is_open_already_is_used(self, tmp_path: Path) -> None:
+    def test_uses_an_open_split(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": 0, "label": 1, "predicted": 0, "name": "x"}]
         pixels = np.zeros((1, 600, 300, 3), dtype=np.uint8)
         split = Split("test", np.array([1]), ArrayImages(pixels, "mine"))
         rows, _ = mistake_rows(run, split)
-        assert picture(rows[0]["picture"]).shape == (192, 96, 3)
+        assert decode_data_uri(rows[0]["picture"]).shape == (192, 96, 3)
         assert not rows[0]["small"]
 
-    def test_data_that_is_gone_costs_only_the_pictures(self, tmp_path: Path) -> None:
+    def test_missing_data_omits_only_the_thumbnails(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run", "data.source=folder:nowhere/at/all")
-        rows, note = mistakes_of(run)
+        rows, note = load_mistake_rows(run)
         assert len(rows) == 3
         assert not any(row["picture"] for row in rows)
         assert "the data cannot be opened from here" in note
 
-    def test_data_that_changed_shows_no_wrong_picture(self, tmp_path: Path) -> None:
+    def test_changed_data_shows_no_thumbnails(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run")
-        for one in run.results["test"]["mistakes"]:
-            one["label"] = (one["label"] + 1) % 10
-        rows, note = mistakes_of(run)
+        for mistake in run.results["test"]["mistakes"]:
+            mistake["label"] = (mistake["label"] + 1) % 10
+        rows, note = load_mistake_rows(run)
         assert not any(row["picture"] for row in rows)
         assert "no longer what the run was measured on" in note
 
     @pytest.mark.parametrize("index", [None, -1, 10**9, "0", 1.5])
-    def test_a_place_that_is_none(self, tmp_path: Path, index: object) -> None:
+    def test_invalid_index_has_no_thumbnail(self, tmp_path: Path, index: object) -> None:
         run = write_and_read_run(tmp_path / "run")
         run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
-        rows, _ = mistakes_of(run)
+        rows, _ = load_mistake_rows(run)
         assert [row["picture"] for row in rows] == [""]
 
-    def test_older_runs_have_none(self, tmp_path: Path) -> None:
+    def test_run_without_recorded_mistakes_states_the_reason(self, tmp_path: Path) -> None:
         outcome = run_results(test={key: split_results()[key] for key in ("top1", "examples")})
         run = write_and_read_run(tmp_path / "run", results=outcome)
-        assert mistakes_of(run) == ([], "")
+        assert load_mistake_rows(run) == ([], "")
         assert no_mistakes_reason(run) == "This run did not record single mistakes."
         run.results["test"]["top1"] = 1.0
         assert no_mistakes_reason(run).startswith("There are none")
@@ -93,20 +93,20 @@ class TestMistakes:
         assert "measured" in no_mistakes_reason(run)
 
 
-class TestClassPictures:
-    def test_the_first_image_of_each_class(self, tmp_path: Path) -> None:
+class TestClassThumbnails:
+    def test_first_image_of_each_class(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run")
         split, _ = open_reported_split(run)
         assert split is not None
-        assert class_thumbnails(run, split) == []  # these are not the images that were measured
+        assert class_thumbnails(run, split) == []  # these are not the evaluated images
         measured = run.results["test"]["per_class"]
         for label, row in enumerate(measured):
             row["support"] = int((split.labels == label).sum())
-        pictures = class_thumbnails(run, split)
-        assert len(pictures) == 10
-        for label, (uri, small) in enumerate(pictures):
-            place = int(np.flatnonzero(split.labels == label)[0])
-            assert np.array_equal(picture(uri), split.decode(place))
+        thumbnails = class_thumbnails(run, split)
+        assert len(thumbnails) == 10
+        for label, (uri, small) in enumerate(thumbnails):
+            index = int(np.flatnonzero(split.labels == label)[0])
+            assert np.array_equal(decode_data_uri(uri), split.decode(index))
             assert small
         assert class_thumbnails(run, None) == []
         measured[3] = None
@@ -114,38 +114,40 @@ class TestClassPictures:
         run.results["test"]["per_class"] = [{"support": 0}] * 51
         assert class_thumbnails(run, split) == []
 
-    def test_a_class_without_images_has_none(self, tmp_path: Path) -> None:
+    def test_class_without_images_has_no_thumbnail(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run")
         run.results["test"]["per_class"] = [{"support": 0}, {"support": 1}]
         pixels = np.full((1, 300, 200, 3), 7, dtype=np.uint8)
         split = Split("test", np.array([1]), ArrayImages(pixels, "mine"))
-        (none, _), (uri, small) = class_thumbnails(run, split)
-        assert none == ""
-        assert picture(uri).shape == (64, 43, 3)
+        (missing, _), (uri, small) = class_thumbnails(run, split)
+        assert missing == ""
+        assert decode_data_uri(uri).shape == (64, 43, 3)
         assert not small
 
 
-def test_small_pictures_are_exact_and_photos_are_light() -> None:
+def test_small_images_are_lossless_and_photos_are_compressed() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (400, 300, 3), dtype=np.uint8)
-    assert np.array_equal(picture(to_data_uri(pixels[:95, :95], max_side=128)), pixels[:95, :95])
+    assert np.array_equal(
+        decode_data_uri(to_data_uri(pixels[:95, :95], max_side=128)), pixels[:95, :95]
+    )
     smooth = np.asarray(
         Image.fromarray(pixels[:4, :3]).resize((300, 400), Image.Resampling.BICUBIC)
     )
     uri = to_data_uri(smooth, max_side=128)
     assert uri.startswith("data:image/jpeg;")
-    assert picture(uri).shape == (128, 96, 3)
+    assert decode_data_uri(uri).shape == (128, 96, 3)
     assert len(uri) < 6000  # a PNG would take three times as much
-    reduced = Image.fromarray(smooth).resize((96, 128), Image.Resampling.LANCZOS)
-    apart = np.abs(picture(uri).astype(int) - np.asarray(reduced).astype(int))
-    assert apart.mean() < 4
+    expected = Image.fromarray(smooth).resize((96, 128), Image.Resampling.LANCZOS)
+    difference = np.abs(decode_data_uri(uri).astype(int) - np.asarray(expected).astype(int))
+    assert difference.mean() < 4
 
 
-def test_the_normalisation_is_undone() -> None:
+def test_denormalize_inverts_normalization() -> None:
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
     plain = torch.rand(2, 3, 4, 5)
     scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (std, mean))
     shown = denormalize((plain - shift) / scale, mean=mean, std=std)
     assert shown.shape == (2, 4, 5, 3)
     assert np.allclose(shown, plain.permute(0, 2, 3, 1).numpy(), atol=1e-6)
-    beyond = denormalize(torch.full((1, 3, 1, 1), 9.0), mean=mean, std=std)
-    assert beyond.max() == 1  # an overshoot is white
+    overshoot = denormalize(torch.full((1, 3, 1, 1), 9.0), mean=mean, std=std)
+    assert overshoot.max() == 1  # an overshoot is white

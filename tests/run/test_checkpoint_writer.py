@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on, one at a time; no error of a write is lost."""
+"""Checkpoints are written in the background, one at a time; no write error is lost."""
 
 from __future__ import annotations
 
@@ -18,58 +18,62 @@ from finetune.run.directory import RunDir
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-class Slow(Snapshot):
-    """A snapshot that is written once `may` is set."""
+class SlowSnapshot(Snapshot):
+    """A snapshot whose write waits for the `allow_write` event."""
 
     def __init__(self, value: float = 0.0, *, full: bool = False) -> None:
         counters = {"best_step": None}
         super().__init__({"weight": torch.tensor(value)}, {}, {}, None, counters)
-        self.may = threading.Event()
+        self.allow_write = threading.Event()
         self.full = full
 
     def write(self, folder: Path) -> None:
-        assert self.may.wait(60)
+        assert self.allow_write.wait(60)
         if self.full:
             raise OSError(28, "No space left on device")
         super().write(folder)
 
 
-def test_the_trainer_goes_on_while_it_is_written(run: RunDir) -> None:
-    writer, first, second = CheckpointWriter(run, num_newest=2), Slow(), Slow()
+def test_write_returns_before_the_checkpoint_is_written(run: RunDir) -> None:
+    writer, first, second = CheckpointWriter(run, num_newest=2), SlowSnapshot(), SlowSnapshot()
     with writer.finish_on_exit():
         writer.write(1, first)
         writer.raise_if_failed()
         assert run.checkpoint_steps() == []
-        threading.Timer(0.3, first.may.set).start()
+        threading.Timer(0.3, first.allow_write.set).start()
         writer.write(2, second)  # waits for the first
         assert run.checkpoint_steps() == [1]
-        second.may.set()
+        second.allow_write.set()
         writer.wait()
         assert run.checkpoint_steps() == [1, 2]
     assert run.verify_checkpoint(2) is None
 
 
-def test_leaving_waits_for_the_last_one(run: RunDir) -> None:
-    writer, snapshot = CheckpointWriter(run, num_newest=2), Slow()
+def test_exit_waits_for_the_last_write(run: RunDir) -> None:
+    writer, snapshot = CheckpointWriter(run, num_newest=2), SlowSnapshot()
 
     def train() -> None:
         with writer.finish_on_exit():
             writer.write(1, snapshot)
-            threading.Timer(0.3, snapshot.may.set).start()
-            raise DivergedError("the run has ended meanwhile")
+            threading.Timer(0.3, snapshot.allow_write.set).start()
+            raise DivergedError("the run ended during the write")
 
     with pytest.raises(DivergedError):
         train()
     assert run.verify_checkpoint(1) is None
 
 
-def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
-    writer, good, full = CheckpointWriter(run, num_newest=2), Slow(), Slow(full=True)
-    good.may.set()
+def test_full_disk_raises_at_the_next_call(run: RunDir) -> None:
+    writer, good, full = (
+        CheckpointWriter(run, num_newest=2),
+        SlowSnapshot(),
+        SlowSnapshot(full=True),
+    )
+    good.allow_write.set()
     writer.write(1, good)
     writer.write(2, full)
-    writer.raise_if_failed()  # still under way
-    full.may.set()
+    writer.raise_if_failed()  # still writing
+    full.allow_write.set()
     with refused("setup.disk_full", run.checkpoint_folder(2)):
         writer.wait()
     assert run.checkpoint_steps() == [1]
@@ -77,10 +81,12 @@ def test_a_full_disk_ends_the_run_at_the_next_step(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("error", [None, DivergedError("first")])
-def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir) -> None:
-    """Unless something else has ended the run."""
-    writer, full = CheckpointWriter(run, num_newest=2), Slow(full=True)
-    full.may.set()
+def test_full_disk_during_the_last_write_is_raised(
+    error: DivergedError | None, run: RunDir
+) -> None:
+    """An error that already ended the run takes precedence."""
+    writer, full = CheckpointWriter(run, num_newest=2), SlowSnapshot(full=True)
+    full.allow_write.set()
 
     def train() -> None:
         with writer.finish_on_exit():
@@ -93,7 +99,7 @@ def test_a_full_disk_at_the_end_is_told(error: DivergedError | None, run: RunDir
 
 
 @pytest.mark.parametrize("text", ['{"best_step": [1]}', "[" * 100_000, "[]", "no JSON"])
-def test_a_strange_state_names_no_best(run: RunDir, text: str) -> None:
+def test_invalid_state_json_has_no_best_step(run: RunDir, text: str) -> None:
     folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(text)
@@ -101,7 +107,7 @@ def test_a_strange_state_names_no_best(run: RunDir, text: str) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_names_no_best_and_is_not_waited_for(run: RunDir) -> None:
+def test_named_pipe_instead_of_state_json_does_not_block(run: RunDir) -> None:
     folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "state.json")

@@ -1,4 +1,4 @@
-"""The run directory: one owner, atomic files, checkpoints that are complete or absent."""
+"""The run directory: one owner, atomic files, complete checkpoints or none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finetune.errors import SetupError
 from finetune.run.directory import RunDir
 
 
-def fill(text: str):
+def file_writer(text: str):
     def write(folder: Path) -> None:
         (folder / "model.safetensors").write_text(text * 100)
         (folder / "state.json").write_text('{"step": 1}')
@@ -27,8 +27,8 @@ def fill(text: str):
     return write
 
 
-def test_a_second_owner_is_refused_with_the_first_ones_process(run: RunDir) -> None:
-    child = os.fork()  # a lock belongs to a process
+def test_second_owner_is_refused_with_the_first_ones_pid(run: RunDir) -> None:
+    child = os.fork()  # the lock belongs to a process
     if child == 0:
         try:
             RunDir(run.path).open()
@@ -39,7 +39,7 @@ def test_a_second_owner_is_refused_with_the_first_ones_process(run: RunDir) -> N
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -51,27 +51,27 @@ def test_a_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     worker = int(os.read(reader, 20))
-    survivor = RunDir(tmp_path / "run")
+    reopened = RunDir(tmp_path / "run")
     try:
-        survivor.open()
+        reopened.open()
     finally:
         os.kill(worker, signal.SIGKILL)
-    survivor.close()
+    reopened.close()
 
 
-def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
+def test_lock_of_a_dead_process_is_released(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         RunDir(tmp_path / "run").open()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert (tmp_path / "run" / ".lock").read_text()  # it did hold the lock
-    survivor = RunDir(tmp_path / "run")
-    survivor.open()
-    survivor.close()
+    assert (tmp_path / "run" / ".lock").read_text()  # the process held the lock
+    reopened = RunDir(tmp_path / "run")
+    reopened.open()
+    reopened.close()
 
 
-def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_path_that_is_a_file_or_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", "/proc/none/run"):
         with refused("setup.not_writable", path, "--out"):
@@ -79,7 +79,7 @@ def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "loop/run", "a\0b", "\ud800/run", "b" * 5000])
-def test_a_name_that_no_folder_can_have(name: str, tmp_path: Path) -> None:
+def test_invalid_folder_name_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(SetupError) as caught:  # a message as long as the name
         RunDir(tmp_path / name).open()
@@ -87,16 +87,16 @@ def test_a_name_that_no_folder_can_have(name: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"")
     with refused("setup.not_a_run", tmp_path, "'photo.png'"):
         RunDir(tmp_path).open()
     assert [entry.name for entry in tmp_path.iterdir()] == ["photo.png"]
 
 
-def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
+def test_checkpoints_are_listed_in_order_and_verified(run: RunDir) -> None:
     for step in (30, 10, 200):
-        run.save_checkpoint(step, fill(str(step)), num_bytes=0)
+        run.save_checkpoint(step, file_writer(str(step)), num_bytes=0)
     assert run.checkpoint_steps() == [10, 30, 200]
     assert [run.verify_checkpoint(step) for step in run.checkpoint_steps()] == [None, None, None]
     assert run.newest_intact_step() == 200
@@ -104,21 +104,21 @@ def test_checkpoints_are_listed_in_order_and_verify(run: RunDir) -> None:
     assert run.checkpoint_steps() == [10, 200]
 
 
-def test_whatever_has_a_checkpoints_name_is_removed_with_it(run: RunDir, tmp_path: Path) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
+def test_files_and_symlinks_named_like_checkpoints_are_removed(run: RunDir, tmp_path: Path) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     (tmp_path / "elsewhere").mkdir()
     run.checkpoint_folder(2).write_text("")
     run.checkpoint_folder(3).symlink_to(tmp_path / "elsewhere")
-    (run.checkpoints_folder / "step-٠٠٠٠٠٠٠٤").mkdir()  # digits, and not ours
+    (run.checkpoints_folder / "step-٠٠٠٠٠٠٠٤").mkdir()  # Unicode digits do not count
     assert run.checkpoint_steps() == [1, 2, 3]
     assert run.newest_intact_step() == 1
     run.prune_checkpoints({1})
     run.checkpoint_folder(1).rename(run.checkpoint_folder(5))
     run.checkpoint_folder(1).symlink_to(tmp_path / "elsewhere")
-    run.save_checkpoint(1, fill("b"), num_bytes=0)
+    run.save_checkpoint(1, file_writer("b"), num_bytes=0)
     shutil.rmtree(run.checkpoint_folder(5))
     run.checkpoint_folder(5).write_text("")
-    run.save_checkpoint(5, fill("c"), num_bytes=0)
+    run.save_checkpoint(5, file_writer("c"), num_bytes=0)
     assert (tmp_path / "elsewhere").is_dir()
     assert sorted(os.listdir(run.checkpoints_folder)) == [
         *("step-00000001", "step-00000005", "step-٠٠٠٠٠٠٠٤")
@@ -131,11 +131,11 @@ FILES = ("model.safetensors", "state.json", "manifest.json")
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "bit"])
-def test_every_damage_is_found_and_the_one_before_is_taken(
+def test_damaged_checkpoint_is_detected_and_the_previous_one_used(
     run: RunDir, name: str, damage: str
 ) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
-    run.save_checkpoint(2, fill("b"), num_bytes=0)
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
+    run.save_checkpoint(2, file_writer("b"), num_bytes=0)
     path = run.checkpoint_folder(2) / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
@@ -145,46 +145,46 @@ def test_every_damage_is_found_and_the_one_before_is_taken(
         path.write_bytes(content)
     else:
         path.write_bytes(b"" if damage == "empty" else content[:-3])
-    with logged() as notices:
+    with logged() as messages:
         assert run.newest_intact_step() == 1
-    assert len(notices) == 1
-    assert name in notices[0]
+    assert len(messages) == 1
+    assert name in messages[0]
     run.checkpoint_folder(1).joinpath("state.json").unlink()
     with refused("checkpoint.damaged", run.checkpoints_folder, 2):
         run.newest_intact_step()
 
 
-def test_every_bit_of_the_manifest_counts(run: RunDir) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
+def test_any_changed_bit_of_the_manifest_is_detected(run: RunDir) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     path = run.checkpoint_folder(1) / "manifest.json"
-    whole = path.read_bytes()
-    checked = 0
-    for place in range(len(whole)):
-        if whole[place : place + 1].isspace():
-            continue  # white space carries nothing
-        changed = bytearray(whole)
-        changed[place] ^= 1
+    content = path.read_bytes()
+    num_checked = 0
+    for index in range(len(content)):
+        if content[index : index + 1].isspace():
+            continue  # whitespace has no meaning in JSON
+        changed = bytearray(content)
+        changed[index] ^= 1
         path.write_bytes(changed)
-        assert run.verify_checkpoint(1) is not None, changed[max(0, place - 20) : place + 20]
-        checked += 1
-    assert checked > 200
+        assert run.verify_checkpoint(1) is not None, changed[max(0, index - 20) : index + 20]
+        num_checked += 1
+    assert num_checked > 200
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_rest(run: RunDir) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
+def test_failed_save_keeps_the_old_checkpoint_and_leaves_nothing(run: RunDir) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
 
-    def breaks(folder: Path) -> None:
-        fill("b")(folder)
+    def fail(folder: Path) -> None:
+        file_writer("b")(folder)
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        run.save_checkpoint(2, breaks, num_bytes=0)
+        run.save_checkpoint(2, fail, num_bytes=0)
     assert [entry.name for entry in run.checkpoints_folder.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Files of this process can have no more bytes, as if the disk were full."""
+def limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -195,17 +195,20 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_one_message_with_the_bytes_needed(run: RunDir) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
-    with largest_file(4096), refused("setup.disk_full", run.checkpoint_folder(2), "123,456 bytes"):
-        run.save_checkpoint(2, fill("b" * 1000), num_bytes=123456)
+def test_full_disk_is_reported_with_the_bytes_needed(run: RunDir) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
+    with (
+        limit_file_size(4096),
+        refused("setup.disk_full", run.checkpoint_folder(2), "123,456 bytes"),
+    ):
+        run.save_checkpoint(2, file_writer("b" * 1000), num_bytes=123456)
     assert [entry.name for entry in run.checkpoints_folder.iterdir()] == ["step-00000001"]
     assert run.verify_checkpoint(1) is None
 
 
-def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
-    for left in ("checkpoints/.step-00000002.1", ".model.1.tmp"):
-        (tmp_path / left).mkdir(parents=True)
+def test_open_removes_leftovers_of_an_interrupted_write(tmp_path: Path) -> None:
+    for leftover in ("checkpoints/.step-00000002.1", ".model.1.tmp"):
+        (tmp_path / leftover).mkdir(parents=True)
     (tmp_path / ".run.json.1.tmp").write_text("{")
     run = RunDir(tmp_path)
     run.open()
@@ -213,36 +216,36 @@ def test_opening_clears_what_an_interrupted_write_left(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == [".lock", "checkpoints"]
 
 
-def test_opening_leaves_what_others_put_there(tmp_path: Path) -> None:
+def test_open_keeps_foreign_files(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.open()
     run.close()
     run.write_json("run.json", {"status": "running", "data_fingerprint": "0"})
-    kept = ["checkpoints/.gitkeep", ".notes.tmp", ".env"]
-    for name in kept:
+    names = ["checkpoints/.gitkeep", ".notes.tmp", ".env"]
+    for name in names:
         (tmp_path / name).write_text("mine")
     run.open()
     run.close()
-    assert [(tmp_path / name).read_text() for name in kept] == ["mine"] * 3
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 3
 
 
-def test_opening_gives_back_a_model_that_was_about_to_be_replaced(run: RunDir) -> None:
-    run.publish_model(fill("a"), num_bytes=0)
+def test_open_restores_a_model_whose_replacement_was_killed(run: RunDir) -> None:
+    run.publish_model(file_writer("a"), num_bytes=0)
     before = sorted(entry.name for entry in run.model_folder.iterdir())
     replace = os.replace
 
-    def killed() -> None:
-        def replace_unless(source: Path, target: Path) -> None:
+    def publish_and_die() -> None:
+        def die_before_replacing_model(source: Path, target: Path) -> None:
             if target == run.model_folder:
                 os._exit(9)
             replace(source, target)
 
-        os.replace = replace_unless
-        run.publish_model(fill("b"), num_bytes=0)
+        os.replace = die_before_replacing_model
+        run.publish_model(file_writer("b"), num_bytes=0)
 
     child = os.fork()
     if not child:
-        killed()
+        publish_and_die()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not run.model_folder.exists()
@@ -252,14 +255,16 @@ def test_opening_gives_back_a_model_that_was_about_to_be_replaced(run: RunDir) -
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
 
 
-def test_the_rest_of_a_killed_process_with_our_number_is_not_in_the_way(run: RunDir) -> None:
-    for rest in (f".model.{os.getpid()}.tmp", f".model.old.{os.getpid()}.tmp"):
-        (run.path / rest / "README.md").mkdir(parents=True)
-    run.publish_model(fill("a"), num_bytes=0)
-    run.publish_model(fill("b"), num_bytes=0)
+def test_leftovers_of_a_killed_process_with_the_same_pid_do_not_block_publishing(
+    run: RunDir,
+) -> None:
+    for leftover in (f".model.{os.getpid()}.tmp", f".model.old.{os.getpid()}.tmp"):
+        (run.path / leftover / "README.md").mkdir(parents=True)
+    run.publish_model(file_writer("a"), num_bytes=0)
+    run.publish_model(file_writer("b"), num_bytes=0)
 
 
-def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDir) -> None:
+def test_metrics_ignore_a_truncated_line_and_drop_repeated_steps(run: RunDir) -> None:
     for step in (1, 2, 3):
         run.append_metrics({"step": step, "loss": 0.5})
     run.close()
@@ -275,7 +280,7 @@ def test_metrics_survive_a_line_cut_short_and_forget_what_comes_again(run: RunDi
     ]
 
 
-def test_a_damaged_line_of_the_log_takes_no_other_with_it(run: RunDir) -> None:
+def test_damaged_metrics_line_does_not_affect_others(run: RunDir) -> None:
     for step in (1, 2):
         run.append_metrics({"step": step})
     path = run.path / "metrics.jsonl"
@@ -283,35 +288,35 @@ def test_a_damaged_line_of_the_log_takes_no_other_with_it(run: RunDir) -> None:
     assert [line["step"] for line in run.read_metrics()] == [1, 2]
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_pipe_for_a_file_is_damage(make, run: RunDir) -> None:
+@pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
+def test_folder_or_pipe_instead_of_a_file_is_damage(create, run: RunDir) -> None:
     for name in ("run.json", "metrics.jsonl"):
-        make(run.path / name)
+        create(run.path / name)
     with refused("checkpoint.damaged", run.path / "run.json"):
         run.read_json("run.json")
     with refused("checkpoint.damaged", run.path / "metrics.jsonl"):
         run.read_metrics()
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     (run.checkpoint_folder(1) / "manifest.json").unlink()
-    make(run.checkpoint_folder(1) / "manifest.json")
+    create(run.checkpoint_folder(1) / "manifest.json")
     assert "not a file" in str(run.verify_checkpoint(1))
 
 
-def test_a_manifest_that_is_nested_too_deep_is_damaged(run: RunDir) -> None:
-    run.save_checkpoint(1, fill("a"), num_bytes=0)
+def test_deeply_nested_manifest_is_damage(run: RunDir) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     (run.checkpoint_folder(1) / "manifest.json").write_text("[" * 200_000)
     assert "levels deep" in str(run.verify_checkpoint(1))
 
 
-def test_a_log_line_that_finds_no_room_leaves_no_half(run: RunDir) -> None:
+def test_metrics_line_on_a_full_disk_is_not_written_partly(run: RunDir) -> None:
     run.append_metrics({"step": 1})
-    with largest_file(20), refused("setup.disk_full", "metrics.jsonl"):
+    with limit_file_size(20), refused("setup.disk_full", "metrics.jsonl"):
         run.append_metrics({"step": 2})
     run.append_metrics({"step": 3})
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
-def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> None:
+def test_write_json_is_atomic_and_refuses_non_finite_numbers(run: RunDir) -> None:
     run.write_json("run.json", {"status": "running"})
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.write_json("run.json", {"loss": float("nan")})
@@ -323,7 +328,7 @@ def test_json_is_replaced_whole_and_refuses_what_json_has_not(run: RunDir) -> No
             run.read_json("run.json")
 
 
-def test_a_model_is_there_with_its_weights_and_its_config(run: RunDir) -> None:
+def test_has_model_needs_weights_and_config(run: RunDir) -> None:
     assert not run.has_model()
     for name in ("config.json", "model.safetensors"):
         run.model_folder.mkdir(exist_ok=True)
@@ -332,28 +337,28 @@ def test_a_model_is_there_with_its_weights_and_its_config(run: RunDir) -> None:
     assert run.has_model()
 
 
-def test_the_model_folder_is_replaced_as_a_whole(run: RunDir) -> None:
-    run.publish_model(fill("a"), num_bytes=0)
+def test_publish_model_replaces_the_whole_folder(run: RunDir) -> None:
+    run.publish_model(file_writer("a"), num_bytes=0)
     run.publish_model(lambda folder: (folder / "README.md").write_text("b"), num_bytes=0)
     assert [entry.name for entry in run.model_folder.iterdir()] == ["README.md"]
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
 
 
-def test_a_signal_between_the_renames_leaves_the_old_model(
+def test_interrupted_publish_keeps_the_old_model(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.publish_model(fill("a"), num_bytes=0)
+    run.publish_model(file_writer("a"), num_bytes=0)
     replace, calls = os.replace, []
 
-    def interrupted(source: Path, target: Path) -> None:
+    def interrupt_second_call(source: Path, target: Path) -> None:
         calls.append(target)
         if len(calls) == 2:
             raise KeyboardInterrupt
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupted)
+        patch.setattr(os, "replace", interrupt_second_call)
         with pytest.raises(KeyboardInterrupt):
-            run.publish_model(fill("b"), num_bytes=0)
+            run.publish_model(file_writer("b"), num_bytes=0)
     assert (run.model_folder / "model.safetensors").read_text() == "a" * 100
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]

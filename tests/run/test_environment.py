@@ -1,4 +1,4 @@
-"""The surroundings in run.json, and the launcher's command line."""
+"""The environment recorded in run.json, and the launcher's command line."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from finetune.run.environment import collect_environment
 from finetune.training.launcher import requested_num_processes
 
 
-def test_the_machine_is_described_for_json() -> None:
-    facts = collect_environment(torch.device("cpu"), 2)
-    assert json.loads(json.dumps(facts)) == facts
-    assert facts["versions"]["torch"] == version("torch")
-    assert facts["num_processes"] == 2
-    assert facts["device"]["type"] == "cpu"
+def test_environment_is_json_serializable() -> None:
+    environment = collect_environment(torch.device("cpu"), 2)
+    assert json.loads(json.dumps(environment)) == environment
+    assert environment["versions"]["torch"] == version("torch")
+    assert environment["num_processes"] == 2
+    assert environment["device"]["type"] == "cpu"
 
 
 @pytest.mark.parametrize(
     "capabilities, expected",
     [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx2": True}, "fp32")],
 )
-def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, expected) -> None:
+def test_auto_precision_uses_bf16_if_the_cpu_supports_it(
+    monkeypatch, capabilities, expected
+) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert resolve_precision("auto", torch.device("cpu")) == expected
     assert resolve_precision("fp32", torch.device("cpu")) == "fp32"
@@ -51,13 +53,15 @@ def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch, capabilities, e
         (["bash", "-c", "launch --num_processes 2"], None),
     ],
 )
-def test_the_launchers_command_line_is_read(monkeypatch, command, expected) -> None:
+def test_num_processes_is_read_from_the_launchers_command_line(
+    monkeypatch, command, expected
+) -> None:
     line = "\0".join(command).encode() + b"\0"
     monkeypatch.setattr(Path, "read_bytes", lambda self: line)
     assert requested_num_processes() == expected
 
 
-def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -> None:
+def test_num_processes_is_read_from_the_launchers_config_file(tmp_path: Path, monkeypatch) -> None:
     config = tmp_path / "two.yaml"
     config.write_text("num_processes: 2\n")
     line = "\0".join(["bin/accelerate", "launch", "--config_file", str(config), "-m", "finetune"])
@@ -67,8 +71,8 @@ def test_the_launchers_configuration_file_is_read(tmp_path: Path, monkeypatch) -
     assert requested_num_processes() is None
 
 
-def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
-    """Such as this process."""
+def test_no_requested_processes_without_a_launcher() -> None:
+    """Like the parent of this test process."""
 
     def work() -> None:
         assert requested_num_processes() is None
@@ -76,11 +80,11 @@ def test_a_parent_that_launches_nothing_asks_for_nothing() -> None:
     check_child_success(run_in_child(work))
 
 
-def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
+def test_source_commit_is_the_checkouts_commit(tmp_path: Path, monkeypatch) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return finished.stdout.strip()
 
     package = tmp_path / "finetune" / "run"
     package.mkdir(parents=True)
@@ -97,14 +101,14 @@ def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch) -> None:
     assert provenance._source_commit() == f"{commit}+changes"
 
 
-def test_an_installed_package_names_the_commit_that_it_was_built_from(
+def test_installed_package_records_the_commit_it_was_built_from(
     tmp_path: Path, monkeypatch, repository: Path
 ) -> None:
-    """Of the smallest checkout that setup.py can build, as pip does it."""
+    """Builds a minimal checkout with setup.py, as pip does."""
 
-    def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+    def run(*command: str) -> str:
+        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return finished.stdout.strip()
 
     package = tmp_path / "finetune" / "run"
     package.mkdir(parents=True)
@@ -117,7 +121,7 @@ def test_an_installed_package_names_the_commit_that_it_was_built_from(
     run(*build, "none")
     installed = "finetune/run/environment.py"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "none" / installed))
-    assert provenance._source_commit() is None, "of sources that are no checkout"
+    assert provenance._source_commit() is None, "the sources are not a git checkout"
     run("git", "init", "-q")
     run("git", "add", ".")
     run("git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "one")

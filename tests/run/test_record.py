@@ -1,4 +1,4 @@
-"""The fields of run.json and the status in it, as runs of any version have written them."""
+"""The fields of run.json and its status."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ RECIPE = tiny_recipe_text()
 
 
 @contextlib.contextmanager
-def ended(run: RunDir, error: BaseException | None, *, main: bool = True) -> Iterator[None]:
-    """The end of a run, by an error or by itself."""
+def run_that_ends_with(
+    run: RunDir, error: BaseException | None, *, main: bool = True
+) -> Iterator[None]:
+    """Run the body in a run that ends with this error, or normally."""
     caught = contextlib.nullcontext() if error is None else pytest.raises(type(error))
     with caught, record_status(run, is_main_process=main):
         yield
@@ -30,7 +32,7 @@ def ended(run: RunDir, error: BaseException | None, *, main: bool = True) -> Ite
             raise error
 
 
-def test_of_other_versions_nothing_is_asked_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_unknown_and_missing_keys_are_kept(tmp_path: Path) -> None:
     run, path = RunDir(tmp_path), tmp_path / "run.json"
     assert read_record(run) == {}
     older, newer = {"status": "running"}, {"status": "running", "colour": {"of": [1]}}
@@ -44,11 +46,11 @@ def test_of_other_versions_nothing_is_asked_and_nothing_is_lost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"status": 7}', '{"plan": {"steps": 0}}'])
-def test_a_damaged_record_is_refused_and_left(text: str, tmp_path: Path) -> None:
+def test_damaged_record_is_refused_and_left_unchanged(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with refused("checkpoint.damaged", "run.json"):
         read_record(RunDir(tmp_path))
-    with ended(RunDir(tmp_path), DataError("broken")):
+    with run_that_ends_with(RunDir(tmp_path), DataError("broken")):
         pass
     assert (tmp_path / "run.json").read_text() == text
 
@@ -62,36 +64,36 @@ def test_a_damaged_record_is_refused_and_left(text: str, tmp_path: Path) -> None
         (MemoryError(), "failed (1)"),
     ],
 )
-def test_the_status_is_true_whatever_ends_the_run(
+def test_status_records_how_the_run_ended(
     error: BaseException | None, status: str, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path)
     write_record(run, {"status": "running", "num_processes": 2})
-    with ended(run, error, main=False):
+    with run_that_ends_with(run, error, main=False):
         pass
     assert read_record(run) == {"status": "running", "num_processes": 2}
-    with ended(run, error):
+    with run_that_ends_with(run, error):
         pass
     assert read_record(run) == {"status": status, "num_processes": 2}
 
 
-def test_a_run_that_never_began_gets_no_status(tmp_path: Path) -> None:
-    with ended(RunDir(tmp_path), None):
+def test_run_that_never_started_gets_no_record(tmp_path: Path) -> None:
+    with run_that_ends_with(RunDir(tmp_path), None):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_finished_is_a_run_of_this_recipe_that_says_done(tmp_path: Path) -> None:
-    def recipe(*overrides: str) -> Recipe:
+def test_finished_results_need_status_done_and_the_same_recipe(tmp_path: Path) -> None:
+    def make_recipe(*overrides: str) -> Recipe:
         return parse_recipe(RECIPE, overrides=overrides)
 
     run = RunDir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
+    (tmp_path / "recipe.yaml").write_text(make_recipe().to_yaml())
     run.write_json("results.json", {"steps": 4})
     for status in ("running", "stopped (143)", "failed (3)"):
         write_record(run, {"status": status})
-        assert read_finished_results(tmp_path, recipe()) is None
+        assert read_finished_results(tmp_path, make_recipe()) is None
     write_record(run, {"status": "done"})
-    assert read_finished_results(tmp_path, recipe()) == {"steps": 4}
-    assert read_finished_results(tmp_path, recipe("run.threads=1")) == {"steps": 4}
-    assert read_finished_results(tmp_path, recipe("optim.lr=2e-3")) is None
+    assert read_finished_results(tmp_path, make_recipe()) == {"steps": 4}
+    assert read_finished_results(tmp_path, make_recipe("run.threads=1")) == {"steps": 4}
+    assert read_finished_results(tmp_path, make_recipe("optim.lr=2e-3")) is None

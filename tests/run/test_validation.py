@@ -1,4 +1,4 @@
-"""The files of a run: read without waiting, recognised as ours, removed by name."""
+"""Integrity of run files: safe reads, recognizing run folders, removing leftovers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from finetune.run.integrity import (
 RECORD = json.dumps({"status": "running", "data_fingerprint": "0"})
 
 
-def laid(folder: Path, *names: str, **texts: str) -> Path:
-    """A folder with these in it; a name that ends in a slash is a folder's."""
+def make_tree(folder: Path, *names: str, **texts: str) -> Path:
+    """Create files and folders; a name with a trailing slash is a folder."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def tree(folder: Path) -> list[str]:
 # Reading ------------------------------------------------------------------------------------------
 
 
-def test_only_files_are_read_and_only_up_to_a_size(tmp_path: Path) -> None:
+def test_only_regular_files_up_to_max_bytes_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
@@ -60,7 +60,7 @@ def test_only_files_are_read_and_only_up_to_a_size(tmp_path: Path) -> None:
         read_regular_file(tmp_path / "none")
 
 
-def test_json_is_what_could_be_written_again(tmp_path: Path) -> None:
+def test_load_json_refuses_deep_nesting_and_non_finite_numbers(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text('{"a": [1, 2.5, "x", null]}')
     assert load_json(path) == {"a": [1, 2.5, "x", None]}
@@ -70,20 +70,20 @@ def test_json_is_what_could_be_written_again(tmp_path: Path) -> None:
             load_json(path)
 
 
-def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "file.json").open("wb") as file:
-        file.truncate(1 << 40)  # takes no room
+        file.truncate(1 << 40)  # sparse: uses no disk space
     with pytest.raises(ValueError, match="bytes are more than"):
         load_json(tmp_path / "file.json")
 
 
-def test_a_line_of_the_log_has_a_step() -> None:
+def test_metrics_line_needs_an_integer_step() -> None:
     assert parse_metrics_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
     for text in (b"", b"[1]", b'{"step": "1"}', b'{"st', b"\xff", b"[" * 100_000, b"{" * 100):
         assert parse_metrics_line(text) is None
 
 
-# Shapes -------------------------------------------------------------------------------------------
+# Types --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_a_line_of_the_log_has_a_step() -> None:
         ("results.json", {"steps": 1.5}, "steps"),
     ],
 )
-def test_another_kind_of_value_is_named(name: str, content: dict[str, Any], key: str) -> None:
+def test_value_of_the_wrong_type_is_named(name: str, content: dict[str, Any], key: str) -> None:
     with refused("checkpoint.damaged", name, f"'{key}'"):
         check_json_types(Path(name), content)
     assert check_json_types(Path("other.json"), content) == content
 
 
-def test_what_is_not_there_has_no_shape() -> None:
+def test_missing_keys_and_null_are_accepted() -> None:
     plan = {"steps": 4, "images_read": 3, "steps_per_epoch": 0.5, "weights": {}, "images": {}}
     for content in ({}, {"plan": {}}, {"plan": plan, "status": "done"}):
         assert check_json_types(Path("run.json"), content) == content
@@ -120,60 +120,68 @@ def test_what_is_not_there_has_no_shape() -> None:
     assert check_json_types(Path("results.json"), content) == content
 
 
-# Whose folder it is -------------------------------------------------------------------------------
+# Recognizing run folders --------------------------------------------------------------------------
 
 LOCK = "77 on a-host\n"
-OURS: dict[str, Callable[[Path], object]] = {
+RUN_FOLDERS: dict[str, Callable[[Path], object]] = {
     "empty": lambda at: at.mkdir(),
-    "killed before its lock": lambda at: laid(at, "checkpoints/"),
-    "killed before it wrote its name": lambda at: laid(at, "checkpoints/", ".lock"),
-    "killed before its record": lambda at: laid(
+    "killed before it created the lock": lambda at: make_tree(at, "checkpoints/"),
+    "killed before it wrote the lock": lambda at: make_tree(at, "checkpoints/", ".lock"),
+    "killed before run.json": lambda at: make_tree(
         at, "checkpoints/", "metrics.jsonl", "recipe.yaml", ".run.json.77.tmp", _lock=LOCK
     ),
-    "a record": lambda at: laid(at, "notes.txt", "checkpoints/.git/HEAD", run_json=RECORD),
-    "a checkpoint": lambda at: laid(at, "checkpoints/step-00000002/manifest.json", "model/x"),
-    "a damaged checkpoint": lambda at: laid(at, "checkpoints/step-00000002/manifest.json/"),
-    "a damaged record": lambda at: laid(at, "checkpoints/", "run.json", _lock=LOCK),
-    "only left-overs": lambda at: laid(at, "checkpoints/.step-00000002.1/", ".model.1f.tmp/"),
+    "valid run.json": lambda at: make_tree(
+        at, "notes.txt", "checkpoints/.git/HEAD", run_json=RECORD
+    ),
+    "checkpoint": lambda at: make_tree(at, "checkpoints/step-00000002/manifest.json", "model/x"),
+    "damaged checkpoint": lambda at: make_tree(at, "checkpoints/step-00000002/manifest.json/"),
+    "damaged run.json": lambda at: make_tree(at, "checkpoints/", "run.json", _lock=LOCK),
+    "only leftovers": lambda at: make_tree(at, "checkpoints/.step-00000002.1/", ".model.1f.tmp/"),
 }
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_run_shows_that_it_is_one(name: str, tmp_path: Path) -> None:
-    OURS[name](tmp_path / "run")
+@pytest.mark.parametrize("name", RUN_FOLDERS)
+def test_run_folders_are_recognized(name: str, tmp_path: Path) -> None:
+    RUN_FOLDERS[name](tmp_path / "run")
     check_is_run_folder(tmp_path / "run")
 
 
-OTHERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a file": ("photo.png", lambda at: laid(at, "photo.png")),
-    "hidden": (".notes.tmp", lambda at: laid(at, ".notes.tmp")),
-    "a repository": ("checkpoints/.git", lambda at: laid(at, "checkpoints/.git/HEAD")),
-    "kept empty": ("checkpoints/.gitkeep", lambda at: laid(at, "checkpoints/.gitkeep")),
+FOREIGN_FOLDERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "other file": ("photo.png", lambda at: make_tree(at, "photo.png")),
+    "hidden file": (".notes.tmp", lambda at: make_tree(at, ".notes.tmp")),
+    "git repository": ("checkpoints/.git", lambda at: make_tree(at, "checkpoints/.git/HEAD")),
+    "only .gitkeep": ("checkpoints/.gitkeep", lambda at: make_tree(at, "checkpoints/.gitkeep")),
     "other checkpoints": (
         "checkpoints/step-00000002",
-        lambda at: laid(at, "checkpoints/step-00000002/model.pt"),
+        lambda at: make_tree(at, "checkpoints/step-00000002/model.pt"),
     ),
-    "another record": ("run.json", lambda at: laid(at, "checkpoints/", run_json='{"status": 1}')),
-    "another record and our lock": (
+    "foreign run.json": (
         "run.json",
-        lambda at: laid(at, "checkpoints/", run_json="{}", _lock=LOCK),
+        lambda at: make_tree(at, "checkpoints/", run_json='{"status": 1}'),
     ),
-    "a damaged record of anybody": ("run.json", lambda at: laid(at, "checkpoints/", "run.json")),
-    "another lock": (".lock", lambda at: laid(at, "checkpoints/", _lock="mine")),
-    "an empty lock alone": (".lock", lambda at: laid(at, ".lock")),
-    "a lock that is a folder": (".lock", lambda at: laid(at, "checkpoints/", ".lock/")),
-    "a model beside a lock": ("model", lambda at: laid(at, "checkpoints/", "model/", _lock=LOCK)),
-    "a recipe": ("recipe.yaml", lambda at: laid(at, "checkpoints/", "recipe.yaml")),
-    "a log": ("metrics.jsonl", lambda at: laid(at, "checkpoints/", "metrics.jsonl")),
+    "foreign run.json with our lock": (
+        "run.json",
+        lambda at: make_tree(at, "checkpoints/", run_json="{}", _lock=LOCK),
+    ),
+    "damaged run.json without lock": (
+        "run.json",
+        lambda at: make_tree(at, "checkpoints/", "run.json"),
+    ),
+    "foreign lock": (".lock", lambda at: make_tree(at, "checkpoints/", _lock="mine")),
+    "only an empty lock": (".lock", lambda at: make_tree(at, ".lock")),
+    "lock is a folder": (".lock", lambda at: make_tree(at, "checkpoints/", ".lock/")),
+    "model with a lock": ("model", lambda at: make_tree(at, "checkpoints/", "model/", _lock=LOCK)),
+    "only a recipe": ("recipe.yaml", lambda at: make_tree(at, "checkpoints/", "recipe.yaml")),
+    "only metrics": ("metrics.jsonl", lambda at: make_tree(at, "checkpoints/", "metrics.jsonl")),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
-    named, lay = OTHERS[name]
-    lay(tmp_path / "run")
+@pytest.mark.parametrize("name", FOREIGN_FOLDERS)
+def test_foreign_folders_are_refused_and_left_unchanged(name: str, tmp_path: Path) -> None:
+    offending_name, create = FOREIGN_FOLDERS[name]
+    create(tmp_path / "run")
     before = tree(tmp_path)
-    with refused("setup.not_a_run", tmp_path / "run", f"'{named}'", "--out"):
+    with refused("setup.not_a_run", tmp_path / "run", f"'{offending_name}'", "--out"):
         check_is_run_folder(tmp_path / "run")
     assert tree(tmp_path) == before
 
@@ -181,22 +189,22 @@ def test_any_other_folder_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"]
 )
-def test_a_file_of_a_run_is_a_file(name: str, tmp_path: Path) -> None:
-    laid(tmp_path, "checkpoints/step-00000002/manifest.json", run_json=RECORD)
+def test_folder_or_pipe_instead_of_a_run_file_is_refused(name: str, tmp_path: Path) -> None:
+    make_tree(tmp_path, "checkpoints/step-00000002/manifest.json", run_json=RECORD)
     check_is_run_folder(tmp_path)
-    for make, kind in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
+    for create, kind in ((os.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")):
         (tmp_path / name).unlink(missing_ok=True)
-        make(tmp_path / name)
+        create(tmp_path / name)
         with refused("checkpoint.damaged", tmp_path / name, kind):
             check_is_run_folder(tmp_path)
-        os.rmdir(tmp_path / name) if make is os.mkdir else None
+        os.rmdir(tmp_path / name) if create is os.mkdir else None
 
 
 @pytest.mark.parametrize(
     "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
 )
-def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    elsewhere = laid(tmp_path, "elsewhere/.hidden", "run/") / "elsewhere"
+def test_symlinked_part_of_a_run_is_refused(name: str, tmp_path: Path) -> None:
+    elsewhere = make_tree(tmp_path, "elsewhere/.hidden", "run/") / "elsewhere"
     (tmp_path / "link").symlink_to("run")
     check_no_symlinks(tmp_path / "link")
     (tmp_path / "run" / name).symlink_to(elsewhere)
@@ -207,7 +215,7 @@ def test_a_part_of_a_run_that_is_elsewhere_is_refused(name: str, tmp_path: Path)
 # Writing and removing -----------------------------------------------------------------------------
 
 
-def test_a_lock_is_a_file(tmp_path: Path) -> None:
+def test_lock_must_be_a_regular_file(tmp_path: Path) -> None:
     for _ in range(2):
         with open_lock_file(tmp_path / "lock") as file:
             file.write(b"12")
@@ -215,8 +223,8 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("lock")
-    (tmp_path / "to nothing").symlink_to("none")
-    for name in ("folder", "pipe", "link", "to nothing"):
+    (tmp_path / "broken link").symlink_to("none")
+    for name in ("folder", "pipe", "link", "broken link"):
         with refused("setup.not_a_run", tmp_path / name):
             open_lock_file(tmp_path / name)
     assert not (tmp_path / "none").exists()
@@ -224,8 +232,8 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
         open_lock_file(tmp_path / "none" / "lock")
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
-    laid(tmp_path, "folder/file", "file")
+def test_remove_path_removes_a_symlink_not_its_target(tmp_path: Path) -> None:
+    make_tree(tmp_path, "folder/file", "file")
     for target in ("folder", "file", "none"):
         (tmp_path / "link").symlink_to(target)
         remove_path(tmp_path / "link")
@@ -235,13 +243,13 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     assert tree(tmp_path) == []
 
 
-LEFT = [
+LEFTOVERS = [
     *("checkpoints/.step-00000002.1/model.safetensors", "checkpoints/.doomed-9/state.json"),
     *(".model.00c0ffee.tmp/README.md", ".run.json.1.tmp", ".results.json.22.tmp"),
     *(".metrics.jsonl.1.tmp", ".recipe.yaml.1.tmp", ".report.html.1.tmp"),
     *(".start.yaml.1.tmp", ".lr_range.json.1.tmp"),
 ]
-KEPT = [
+FOREIGN_FILES = [
     *(
         "checkpoints/.git/HEAD",
         "checkpoints/.gitkeep",
@@ -253,11 +261,11 @@ KEPT = [
 ]
 
 
-def test_only_what_we_named_is_cleared(tmp_path: Path) -> None:
-    laid(tmp_path, *KEPT)
+def test_remove_leftovers_removes_only_our_names(tmp_path: Path) -> None:
+    make_tree(tmp_path, *FOREIGN_FILES)
     before = tree(tmp_path)
-    laid(tmp_path, *LEFT)
-    laid(tmp_path, "elsewhere/file")
+    make_tree(tmp_path, *LEFTOVERS)
+    make_tree(tmp_path, "elsewhere/file")
     (tmp_path / ".model.1.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "checkpoints" / ".doomed-1").symlink_to(tmp_path / "elsewhere")
@@ -266,11 +274,11 @@ def test_only_what_we_named_is_cleared(tmp_path: Path) -> None:
     assert tree(tmp_path) == sorted([*before, "elsewhere", "elsewhere/file"])
 
 
-def test_a_model_comes_back_and_a_link_does_not_become_one(tmp_path: Path) -> None:
-    laid(tmp_path, "checkpoints/", "elsewhere/file")
+def test_replaced_model_is_restored_but_a_symlink_is_not(tmp_path: Path) -> None:
+    make_tree(tmp_path, "checkpoints/", "elsewhere/file")
     (tmp_path / ".model.old.1.tmp").symlink_to(tmp_path / "elsewhere")
     remove_leftovers(tmp_path)
     assert not (tmp_path / "model").exists()
-    laid(tmp_path, ".model.old.2.tmp/config.json")
+    make_tree(tmp_path, ".model.old.2.tmp/config.json")
     remove_leftovers(tmp_path)
     assert tree(tmp_path / "model") == ["config.json"]

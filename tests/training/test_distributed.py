@@ -127,9 +127,8 @@ class TestLauncher:
 class TestConnecting:
     def test_sigterm_ends_a_rank_that_waits_for_the_others(self) -> None:
         def work() -> int:
-            signal.signal(
-                signal.SIGTERM, lambda *_: None
-            )  # no handler runs during a wait in C code
+            # no handler runs during a wait in C code
+            signal.signal(signal.SIGTERM, lambda *_: None)
             with accelerator._terminable_while_connecting(Launcher(os.getppid())):
                 os.kill(os.getpid(), signal.SIGTERM)
             return 0

@@ -66,9 +66,8 @@ def test_mistakes_come_from_validation_without_a_test_split(
     page = (tmp_path / "run" / "report.html").read_text()
     before, _, after = page.partition('id="images"')
     assert before.count("data:image/png") == len(results["val"]["mistakes"])
-    assert after.count("data:image/png") == 3 * (
-        1 + 1 + 1
-    )  # one row per class, without random augmentation
+    # one row per class, without random augmentation
+    assert after.count("data:image/png") == 3 * (1 + 1 + 1)
     without_test = train(parse_recipe(RECIPE, overrides=["run.test=false"]), tmp_path / "unread")
     assert without_test["val"]["mistakes"]  # the test split exists but is not used
 

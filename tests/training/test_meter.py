@@ -15,8 +15,6 @@ from finetune.training.launcher import Launcher
 from finetune.training.meter import TrainMeter
 from finetune.training.signals import StopSignals
 
-CaptureFixture = pytest.CaptureFixture[str]
-
 
 def test_logged_loss_is_a_mean_over_images_not_batches() -> None:
     meter = TrainMeter(torch.device("cpu"), 100.0)
@@ -184,7 +182,7 @@ def test_signal_between_body_and_exit_is_raised() -> None:
     assert caught.value.exit_code == 130
 
 
-def test_forked_worker_ends_silently_on_sigterm(capfd: CaptureFixture) -> None:
+def test_forked_worker_ends_silently_on_sigterm(capfd: pytest.CaptureFixture[str]) -> None:
     with StopSignals() as stop, stop.raise_immediately("run: continue"):
         child = os.fork()
         if child == 0:

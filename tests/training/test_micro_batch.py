@@ -272,9 +272,8 @@ def test_auto_keeps_the_global_batch_and_resume_reuses_the_recorded_size(
     record = json.loads((out / "run.json").read_text())
     assert record["micro_batch"]["images"] == 16
     assert record["micro_batch"]["on"]["device"] == record["device"]["name"]
-    assert (
-        "micro_batch: auto" in (out / "recipe.yaml").read_text()
-    )  # another machine may find another size
+    # another machine may find another size
+    assert "micro_batch: auto" in (out / "recipe.yaml").read_text()
 
     searches: list[int] = []
     monkeypatch.setattr(sizing, "find_micro_batch_size", lambda trainer: searches.append(1) or 64)

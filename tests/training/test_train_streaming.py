@@ -115,9 +115,8 @@ def test_killed_run_resumes_to_the_same_weights(
 
 def test_resumed_run_reads_only_the_rest_of_the_epoch(hub: HubServer, tmp_path: Path) -> None:
     overrides = ["data.val_fraction=0", "run.test=false", "run.eval_every=100", "optim.steps=6"]
-    train_until_killed(
-        6, make_recipe(*overrides), tmp_path / "run"
-    )  # 6 steps of 24 images are most of an epoch
+    # 6 steps of 24 images are most of an epoch
+    train_until_killed(6, make_recipe(*overrides), tmp_path / "run")
     first_bytes = bytes_requested(hub)
     hub.requests.clear()
     hub.headers.clear()

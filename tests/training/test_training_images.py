@@ -88,9 +88,8 @@ def test_previews_equal_the_pixels_of_the_training_steps(train: str, batch_size:
         assert np.array_equal(preview.trained, np.stack(expected[index][:epochs]))
         assert np.array_equal(preview.decoded, split.decode(index))
         assert preview.name == split.name_of(index)
-    assert (
-        len({preview.tobytes() for preview in previews[0].trained}) == epochs
-    )  # every epoch draws a new augmentation
+    # every epoch draws a new augmentation
+    assert len({preview.tobytes() for preview in previews[0].trained}) == epochs
 
 
 @pytest.mark.parametrize("train", TRANSFORMS)
@@ -161,9 +160,8 @@ class TestWriteTrainingImages:
             run, setup, make_pixel_store(setup.source.splits["train"]), torch.float32
         )
         written = run.read_json("training_images.json") or {}
-        assert {len(row["pictures"]) for row in written["rows"]} == {
-            2 + 2
-        }  # 40 steps are 3 epochs of 17 steps
+        # 40 steps are 3 epochs of 17 steps
+        assert {len(row["pictures"]) for row in written["rows"]} == {2 + 2}
 
     def test_fewer_previews_of_large_photos(self, run: RunDir, tmp_path: Path) -> None:
         for number in range(12):

@@ -28,10 +28,10 @@ def images() -> Tensor:
     return stack
 
 
-def assert_close(ours: Tensor, theirs: list[Tensor], max_difference: float) -> None:
+def assert_close(actual: Tensor, expected: list[Tensor], max_difference: float) -> None:
     """Check the mean and the largest difference, in levels of 255."""
-    assert len(ours) == len(theirs) > 0
-    difference = (ours - torch.stack(theirs).float()).abs()
+    assert len(actual) == len(expected) > 0
+    difference = (actual - torch.stack(expected).float()).abs()
     assert difference.mean() <= MAX_MEAN_DIFFERENCE
     assert difference.max() <= max_difference + 1e-3  # float32 versus whole levels
 
@@ -49,34 +49,36 @@ BLENDS = {
 @pytest.mark.parametrize("name", BLENDS)
 def test_blends_equal_torchvision(images: Tensor, name: str) -> None:
     kind, function, max_difference = BLENDS[name]
-    ours = color.adjust_brightness_contrast_saturation(images.float(), FACTORS, np.full(8, kind))
-    theirs = [function(image, float(factor)) for image, factor in zip(images, FACTORS, strict=True)]
-    assert_close(ours, theirs, max_difference)
-    assert torch.equal(ours[4], images[4].float())  # a factor of 1 is exact
+    actual = color.adjust_brightness_contrast_saturation(images.float(), FACTORS, np.full(8, kind))
+    expected = [
+        function(image, float(factor)) for image, factor in zip(images, FACTORS, strict=True)
+    ]
+    assert_close(actual, expected, max_difference)
+    assert torch.equal(actual[4], images[4].float())  # a factor of 1 is exact
 
 
 def test_blends_of_different_kinds_in_one_batch(images: Tensor) -> None:
     kinds = np.array([0, 1, 2, 0, 1, 2, 0, 1])
-    ours = color.adjust_brightness_contrast_saturation(images.float(), FACTORS, kinds)
+    actual = color.adjust_brightness_contrast_saturation(images.float(), FACTORS, kinds)
     for index, kind in enumerate(kinds):
         alone = color.adjust_brightness_contrast_saturation(
             images[index : index + 1].float(), FACTORS[[index]], np.array([kind])
         )
-        assert torch.equal(ours[index], alone[0])
+        assert torch.equal(actual[index], alone[0])
 
 
 def test_hue_equals_torchvision(images: Tensor) -> None:
     shifts = np.array([-0.5, -0.31, -0.05, 0.0, 0.01, 0.2, 0.37, 0.5])
-    ours = color.adjust_hue(images.float(), shifts)
-    theirs = [
+    actual = color.adjust_hue(images.float(), shifts)
+    expected = [
         tv.adjust_hue(image, float(shift)) for image, shift in zip(images, shifts, strict=True)
     ]
-    assert_close(ours, theirs, 1.0)  # torchvision truncates the result to whole levels
+    assert_close(actual, expected, 1.0)  # torchvision truncates the result to whole levels
     floats = [
         255 * tv.adjust_hue(image.float() / 255, float(shift))
         for image, shift in zip(images, shifts, strict=True)
     ]
-    assert (ours - torch.stack(floats)).abs().max() < 1e-2
+    assert (actual - torch.stack(floats)).abs().max() < 1e-2
 
 
 def test_jitter_equals_torchvision_in_every_order(images: Tensor) -> None:
@@ -92,7 +94,7 @@ def test_jitter_equals_torchvision_in_every_order(images: Tensor) -> None:
     factors = np.concatenate(
         [generator.uniform(0.6, 1.4, (24, 3)), generator.uniform(-0.1, 0.1, (24, 1))], axis=1
     )
-    ours = color.apply_color_jitter(batch.float(), factors, orders)
+    actual = color.apply_color_jitter(batch.float(), factors, orders)
 
     def apply_in_order(image: Tensor, order: np.ndarray, factor: np.ndarray) -> Tensor:
         for kind in order:
@@ -101,14 +103,14 @@ def test_jitter_equals_torchvision_in_every_order(images: Tensor) -> None:
 
     rows = list(zip(batch, orders, factors, strict=True))
     float_results = torch.stack(
-        [255 * apply_in_order(image.float() / 255, *rest) for image, *rest in rows]
+        [255 * apply_in_order(image.float() / 255, *arguments) for image, *arguments in rows]
     )
-    assert (ours - float_results).abs().max() < 0.02
+    assert (actual - float_results).abs().max() < 0.02
     # torchvision's uint8 path truncates four times, half a level each: two levels in the mean, and
     # more where a later factor above 1 or a hue shift amplifies an earlier truncation
     uint8_results = torch.stack([apply_in_order(*row) for row in rows]).float()
-    assert (ours - uint8_results).abs().mean() < 2
-    assert (ours - uint8_results).abs().max() < 6
+    assert (actual - uint8_results).abs().mean() < 2
+    assert (actual - uint8_results).abs().max() < 6
 
 
 def test_jitter_draws_have_the_distribution_of_torchvision() -> None:
@@ -134,8 +136,8 @@ def test_jitter_draws_have_the_distribution_of_torchvision() -> None:
     params = [transform.make_params([]) for _ in range(num_samples)]
     names = ["brightness_factor", "contrast_factor", "saturation_factor", "hue_factor"]
     for column, name in enumerate(names):
-        theirs = np.array([float(draw[name]) for draw in params])
-        assert stats.ks_2samp(recorded["factors"][:, column], theirs).pvalue > 1e-3
+        expected = np.array([float(draw[name]) for draw in params])
+        assert stats.ks_2samp(recorded["factors"][:, column], expected).pvalue > 1e-3
     codes = recorded["order"] @ np.array([64, 16, 4, 1])
     counts = np.unique(codes, return_counts=True)[1]
     assert len(counts) == 24
@@ -177,11 +179,11 @@ def test_rand_augment_operations_equal_torchvision(
     table = values(31, height, width)
     value = 0.0 if table is None else float(table[magnitude])
     value *= sign if signed else 1.0
-    theirs = [torchvision_rand_augment_op(image, name, value).float() for image in images]
-    ours = rand_augment.apply_rand_augment_op(
+    expected = [torchvision_rand_augment_op(image, name, value).float() for image in images]
+    actual = rand_augment.apply_rand_augment_op(
         images.float(), name, magnitude / 30, np.full(8, sign), "nearest"
     )
-    assert_close(ours, theirs, MAX_DIFFERENCES.get(name, 0.0))
+    assert_close(actual, expected, MAX_DIFFERENCES.get(name, 0.0))
 
 
 def test_rand_augment_draws_operations_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,8 @@ def test_noise_has_its_moments_and_is_clipped(severity: int) -> None:
     expected = normal[normal.abs() < 100].std()
     assert first[within].std() == pytest.approx(float(expected), rel=0.01)
     assert abs(float(first[within].mean())) < 4 * float(expected) / within.sum().sqrt()
-    for one, other in [(first, second), (first[0], first[1]), (first[0], first[0].T)]:
-        pair = torch.stack([one.flatten(), other.flatten()])
+    for noise, other_noise in [(first, second), (first[0], first[1]), (first[0], first[0].T)]:
+        pair = torch.stack([noise.flatten(), other_noise.flatten()])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.03
     assert first.min() >= -128
     assert first.max() <= 127

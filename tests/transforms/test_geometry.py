@@ -55,9 +55,9 @@ def test_resize_equals_pillow(
     size: tuple[int, int], target: tuple[int, int], interpolation: str
 ) -> None:
     image = synthetic_photo(*size) // 2 + 60  # no value can overshoot 0 or 255
-    ours = resize(image, target, interpolation)
-    theirs = resize_with_pillow(image, target, interpolation)
-    difference = (ours.permute(1, 2, 0) - theirs).abs()
+    actual = resize(image, target, interpolation)
+    expected = resize_with_pillow(image, target, interpolation)
+    difference = (actual.permute(1, 2, 0) - expected).abs()
     # Pillow rounds to whole levels after each of its two passes
     largest = 0.001 if interpolation == "nearest" else 1.25
     assert difference.mean() <= min(largest, 0.5)
@@ -70,9 +70,9 @@ def test_resize_next_to_black_and_white_is_close_to_pillow(interpolation: str) -
     # is next to pixels of 0 and 255, and this image has many of them
     image = synthetic_photo(32, 32)
     assert ((image == 0) | (image == 255)).float().mean() > 0.02
-    ours = resize(image, (224, 224), interpolation).clamp(0, 255)
-    theirs = resize_with_pillow(image, (224, 224), interpolation)
-    difference = (ours.permute(1, 2, 0) - theirs).abs()
+    actual = resize(image, (224, 224), interpolation).clamp(0, 255)
+    expected = resize_with_pillow(image, (224, 224), interpolation)
+    difference = (actual.permute(1, 2, 0) - expected).abs()
     assert difference.mean() <= 0.5
     assert difference.max() <= 20
 
@@ -84,8 +84,8 @@ def test_resize_of_floats_equals_torchvision(
 ) -> None:
     image = synthetic_photo(*size)
     mode = tv.InterpolationMode(interpolation)
-    theirs = tv.resize(image.float(), list(target), mode, antialias=True)
-    difference = (resize(image, target, interpolation) - theirs).abs()
+    expected = tv.resize(image.float(), list(target), mode, antialias=True)
+    difference = (resize(image, target, interpolation) - expected).abs()
     assert difference.max() < 2e-3  # of 255: rounding of float32 weights only
 
 
@@ -107,9 +107,9 @@ def test_resize_of_a_window_equals_crop_then_resize() -> None:
     rows, columns = AxisTransform(40, CPU), AxisTransform(60, CPU)
     rows.resize(24, "bicubic", starts=np.array([5]), lengths=np.array([30]))
     columns.resize(24, "bicubic", starts=np.array([7]), lengths=np.array([11]))
-    ours = apply_matrices(image[None].float(), rows, columns)[0]
-    theirs = resize(image[:, 5:35, 7:18].clone(), (24, 24), "bicubic")
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+    actual = apply_matrices(image[None].float(), rows, columns)[0]
+    expected = resize(image[:, 5:35, 7:18].clone(), (24, 24), "bicubic")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
 def test_resize_to_the_same_size_does_nothing() -> None:
@@ -126,10 +126,10 @@ def test_select_pads_flips_and_crops_exactly() -> None:
     rows.select_pixels(np.where((pixels >= 0) & (pixels < 8), pixels, -1))
     columns.flip(np.array([False, True]))
     columns.select_pixels(np.array([[0, 1, 2]]))
-    ours = apply_selection(images, rows, columns)
+    actual = apply_selection(images, rows, columns)
     padded = tv.pad(images, [0, 2, 0, 2])
-    assert torch.equal(ours[0], padded[0, :, :, :3])
-    assert torch.equal(ours[1], padded[1].flip(2)[:, :, :3])
+    assert torch.equal(actual[0], padded[0, :, :, :3])
+    assert torch.equal(actual[1], padded[1].flip(2)[:, :, :3])
 
 
 def test_operations_after_a_resize_act_on_its_result() -> None:
@@ -143,12 +143,12 @@ def test_operations_after_a_resize_act_on_its_result() -> None:
     rows.resize(16, "bilinear")
     assert rows.has_zero_rows
     assert not columns.has_zero_rows
-    ours = apply_matrices(images, rows, columns)
+    actual = apply_matrices(images, rows, columns)
     enlarged = tv.resize(images, [32, 32], tv.InterpolationMode.BILINEAR, antialias=True)
     enlarged[0] = enlarged[0].flip(2)
     enlarged = tv.pad(enlarged, [0, 1, 0, 0])[:, :, :32, 4:28]
-    theirs = tv.resize(enlarged, [16, 24], tv.InterpolationMode.BILINEAR, antialias=True)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+    expected = tv.resize(enlarged, [16, 24], tv.InterpolationMode.BILINEAR, antialias=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
 
 
 def test_banded_product_equals_the_full_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +164,11 @@ def test_banded_product_equals_the_full_product(monkeypatch: pytest.MonkeyPatch)
 def test_rotation_equals_torchvision(size: tuple[int, int], interpolation: str) -> None:
     images = torch.stack([synthetic_photo(*size, seed) for seed in range(8)])
     angles = np.array([-179.0, -45.0, -14.9, -0.01, 3.3, 10.0, 15.0, 121.0])
-    ours = warp_affine(images.float(), rotation_matrices(angles), interpolation)
+    actual = warp_affine(images.float(), rotation_matrices(angles), interpolation)
     mode = tv.InterpolationMode(interpolation)
-    for image, angle, rotated in zip(images, angles, ours, strict=True):
-        theirs = tv.rotate(image, float(angle), mode).float()
-        difference = (rotated - theirs).abs()
+    for image, angle, rotated in zip(images, angles, actual, strict=True):
+        expected = tv.rotate(image, float(angle), mode).float()
+        difference = (rotated - expected).abs()
         # nearest: identical pixels; bilinear: torchvision rounds to whole levels at the end
         assert difference.max() <= (0 if interpolation == "nearest" else 0.51)
 
@@ -176,8 +176,8 @@ def test_rotation_equals_torchvision(size: tuple[int, int], interpolation: str) 
 @pytest.mark.parametrize("angle", [0.0, 90.0, 180.0, -90.0])
 def test_rotation_by_right_angles_copies_pixels(angle: float) -> None:
     image = synthetic_photo(16, 16)
-    ours = warp_affine(image[None].float(), rotation_matrices(np.array([angle])), "nearest")[0]
-    assert torch.equal(ours, torch.rot90(image, round(angle / 90) % 4, (1, 2)).float())
+    actual = warp_affine(image[None].float(), rotation_matrices(np.array([angle])), "nearest")[0]
+    assert torch.equal(actual, torch.rot90(image, round(angle / 90) % 4, (1, 2)).float())
 
 
 def test_filters_have_the_support_of_pillow() -> None:

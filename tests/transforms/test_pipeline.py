@@ -59,22 +59,22 @@ def make_unnormalized_pipeline(
 
 def test_normalize_equals_torchvision() -> None:
     images = synthetic_photos(4)
-    theirs = tv.normalize(images.float() / 255, list(MEAN), list(STD))
-    torch.testing.assert_close(make_pipeline("normalise")(images), theirs, rtol=0, atol=1e-6)
+    expected = tv.normalize(images.float() / 255, list(MEAN), list(STD))
+    torch.testing.assert_close(make_pipeline("normalise")(images), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("target", [(24, 24), (48, 48)])
 def test_normalize_after_resize_equals_torchvision(target: tuple[int, int]) -> None:
     images = synthetic_photos(4)
-    ours = make_pipeline("resize(interpolation='bilinear')", target)(images)
+    actual = make_pipeline("resize(interpolation='bilinear')", target)(images)
     resized = tv.resize(images.float(), list(target), tv.InterpolationMode.BILINEAR, antialias=True)
-    theirs = tv.normalize(resized / 255, list(MEAN), list(STD))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    expected = tv.normalize(resized / 255, list(MEAN), list(STD))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 def test_random_resized_crop_equals_torchvision() -> None:
     images, keys = synthetic_photos(16, 40, 60), make_keys(16)
-    ours = make_unnormalized_pipeline("random_resized_crop(scale=(0.1, 1.0))", (32, 48))(
+    actual = make_unnormalized_pipeline("random_resized_crop(scale=(0.1, 1.0))", (32, 48))(
         images, keys=keys
     )
     windows = np.stack(
@@ -82,19 +82,19 @@ def test_random_resized_crop_equals_torchvision() -> None:
     )
     assert len(np.unique(windows, axis=0)) == 16
     mode = tv.InterpolationMode.BICUBIC
-    for image, window, one in zip(images, windows.tolist(), ours, strict=True):
-        theirs = tv.resized_crop(image, *window, [32, 48], mode, antialias=True)
-        assert (one - theirs.float()).abs().mean() <= 1
+    for image, window, actual_image in zip(images, windows.tolist(), actual, strict=True):
+        expected = tv.resized_crop(image, *window, [32, 48], mode, antialias=True)
+        assert (actual_image - expected.float()).abs().mean() <= 1
 
 
 def test_random_crop_equals_torchvision() -> None:
     images, keys = synthetic_photos(64), make_keys(64)
-    ours = make_unnormalized_pipeline("random_crop(32, padding=4)", (32, 32))(images, keys=keys)
+    actual = make_unnormalized_pipeline("random_crop(32, padding=4)", (32, 32))(images, keys=keys)
     top, left = draw_crop_offsets(SampleRNG(keys, 0), (8, 8))
     padded = tv.pad(images, [4])
     for index in range(64):
-        theirs = tv.crop(padded[index], int(top[index]), int(left[index]), 32, 32)
-        assert torch.equal(ours[index], theirs.float())
+        expected = tv.crop(padded[index], int(top[index]), int(left[index]), 32, 32)
+        assert torch.equal(actual[index], expected.float())
 
 
 @pytest.mark.parametrize("size", [(20, 25), (40, 50), (21, 51)])
@@ -110,10 +110,10 @@ def test_padding_stays_black_after_an_enlargement() -> None:
     # the padding of the crop must be black, not the mean color
     images = torch.full((8, 3, 32, 32), 200, dtype=torch.uint8)
     transforms = "random_crop(64, padding=32) | resize(interpolation='nearest')"
-    ours = make_pipeline(transforms, (128, 128))(images, keys=make_keys(8))
+    actual = make_pipeline(transforms, (128, 128))(images, keys=make_keys(8))
     black = torch.tensor([-mean / std for mean, std in zip(MEAN, STD, strict=True)])
     white = torch.tensor([(200 / 255 - mean) / std for mean, std in zip(MEAN, STD, strict=True)])
-    colors = ours.transpose(0, 1).reshape(3, -1)
+    colors = actual.transpose(0, 1).reshape(3, -1)
     is_close = [(colors - color[:, None]).abs().amax(0) < 1e-5 for color in (black, white)]
     assert (is_close[0] | is_close[1]).all()
     assert is_close[0].float().mean() > 0.3
@@ -124,39 +124,39 @@ def test_padding_stays_black_after_an_enlargement() -> None:
 @pytest.mark.parametrize("name,dimension", [("flip", 3), ("vertical_flip", 2)])
 def test_flip_equals_torchvision_for_half_of_the_samples(name: str, dimension: int) -> None:
     images, keys = synthetic_photos(64), make_keys(64)
-    ours = make_unnormalized_pipeline(f"{name}(p=0.5)", (32, 32))(images, keys=keys)
+    actual = make_unnormalized_pipeline(f"{name}(p=0.5)", (32, 32))(images, keys=keys)
     is_flipped = SampleRNG(keys, 0).bernoulli(0.5)
     assert 16 < is_flipped.sum() < 48
     for index in range(64):
-        theirs = images[index : index + 1].float()
+        expected = images[index : index + 1].float()
         assert torch.equal(
-            ours[index], (theirs.flip(dimension) if is_flipped[index] else theirs)[0]
+            actual[index], (expected.flip(dimension) if is_flipped[index] else expected)[0]
         )
 
 
 def test_rotate_equals_torchvision() -> None:
     images, keys = synthetic_photos(16), make_keys(16)
-    ours = make_unnormalized_pipeline("rotate(15)", (32, 32))(images, keys=keys)
+    actual = make_unnormalized_pipeline("rotate(15)", (32, 32))(images, keys=keys)
     angles = SampleRNG(keys, 0).uniform(1, -15, 15)[:, 0]
     assert np.ptp(angles) > 15
     for index, angle in enumerate(angles):
-        theirs = tv.rotate(images[index], float(angle), tv.InterpolationMode.NEAREST)
-        assert (ours[index] - theirs.float()).abs().max() < 1e-3
+        expected = tv.rotate(images[index], float(angle), tv.InterpolationMode.NEAREST)
+        assert (actual[index] - expected.float()).abs().max() < 1e-3
 
 
 def test_random_erasing_equals_torchvision() -> None:
     images, keys = synthetic_photos(64), make_keys(64)
-    ours = make_pipeline("random_erasing(p=0.5, value=0.25)")(images, keys=keys)
+    actual = make_pipeline("random_erasing(p=0.5, value=0.25)")(images, keys=keys)
     unerased = make_pipeline("normalise")(images)
     rng = SampleRNG(keys, 0)
     is_erased = rng.bernoulli(0.5)
     boxes = np.stack(draw_erase_boxes(rng, (32, 32), (0.02, 0.33), (0.3, 3.3)), 1)
     assert 16 < is_erased.sum() < 48
     for index, (top, left, height, width) in enumerate(boxes.tolist()):
-        theirs = unerased[index]
+        expected = unerased[index]
         if is_erased[index]:
-            theirs = tv.erase(theirs, top, left, height, width, torch.tensor(0.25))
-        assert torch.equal(ours[index], theirs)
+            expected = tv.erase(expected, top, left, height, width, torch.tensor(0.25))
+        assert torch.equal(actual[index], expected)
 
 
 def test_moving_color_jitter_before_an_enlargement_changes_little() -> None:
@@ -292,11 +292,8 @@ class OperationCounter(TorchDispatchMode):
 )
 def test_number_of_operations_does_not_grow_with_the_sizes(transforms: str) -> None:
     pipeline, counts = make_pipeline(transforms), {}
-    for num_sizes in (
-        1,
-        8,
-        64,
-    ):  # all images are larger than the result, so the order of operations is the same
+    # all images are larger than the result, so the order of operations is the same
+    for num_sizes in (1, 8, 64):
         images = [
             synthetic_photo(100 + index % num_sizes, 170 - index % num_sizes, index)
             for index in range(64)
@@ -347,9 +344,8 @@ def test_autocast_does_not_change_pixels() -> None:
     )
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = pipeline(images)
-        assert (
-            torch.ones(2, 2) @ torch.ones(2, 2)
-        ).dtype == torch.bfloat16  # autocast is still active
+        # autocast is still active
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert torch.equal(under_autocast, pipeline(images))
 
 
@@ -360,9 +356,8 @@ def test_bf16_is_close_to_float32() -> None:
     )
     float32_result = pipeline(images, keys=keys)
     bf16_result = pipeline(images, keys=keys, dtype=torch.bfloat16).float()
-    assert (
-        0 < (bf16_result - float32_result).abs().max() < 0.06
-    )  # 8 bits of mantissa, values up to 2.7, 3 roundings
+    # 8 bits of mantissa, values up to 2.7, 3 roundings
+    assert 0 < (bf16_result - float32_result).abs().max() < 0.06
     assert (bf16_result - float32_result).abs().mean() < 0.005
 
 
@@ -371,10 +366,8 @@ def test_clips_overshoots() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         resized = make_unnormalized_pipeline("resize", (96, 96))(images, dtype=dtype)
         assert resized.min() == 0
-        assert resized.max() in (
-            255,
-            256,
-        )  # bf16 represents 255; the product with the scale rounds once
+        # bf16 represents 255; the product with the scale rounds once
+        assert resized.max() in (255, 256)
     assert make_unnormalized_pipeline("resize", (20, 20))(images).max() <= 255
 
 

@@ -31,10 +31,10 @@ def make_rng(count: int = NUM_SAMPLES, operation: int = 0) -> SampleRNG:
     return SampleRNG(sample_keys(7, 0, np.arange(count)), operation)
 
 
-def have_same_distribution(ours: npt.NDArray[np.generic], theirs: npt.NDArray[np.generic]) -> bool:
-    assert ours.shape == theirs.shape
-    assert len(ours) == NUM_SAMPLES
-    return bool(stats.ks_2samp(ours, theirs).pvalue > ALPHA)
+def have_same_distribution(first: npt.NDArray[np.generic], second: npt.NDArray[np.generic]) -> bool:
+    assert first.shape == second.shape
+    assert len(first) == NUM_SAMPLES
+    return bool(stats.ks_2samp(first, second).pvalue > ALPHA)
 
 
 def torchvision_params(

@@ -91,7 +91,7 @@ def test_accepts_possible_output_sizes(text: str, image_size: HeightWidth) -> No
 def test_a_wrong_output_size_names_both_sizes_and_the_fix() -> None:
     with refused("recipe.wrong_size", "30x40", "48x64", "48x48", "center_crop"):
         format_plan("resize(48)", (30, 40), (48, 48))
-    with pytest.raises(RecipeError, match=r"32x32 into 32x32 .* 48x48") as caught:
+    with pytest.raises(RecipeError, match=r"32x32 into 32x32, .* 48x48") as caught:
         format_plan("flip", (32, 32), (48, 48))
     assert caught.value.code == "recipe.wrong_size"
 

@@ -75,7 +75,7 @@ class LocalFile:
             with self.path.open("rb") as stream:
                 stream.seek(offset)
                 part = stream.read(length)
-                stat = os.fstat(stream.fileno())  # after the read, which may see a change
+                stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
         except OSError as error:
             raise DataError(
                 f"{self.path}: can no longer be read ({error.strerror or error}); check its disk",

@@ -22,7 +22,7 @@ from finetune.data.streaming.streamed_images import StreamedImages
 
 __all__ = ["ShuffleStreams", "build_shuffle_streams"]
 
-MAX_STREAMS = 64  # also the maximum number of processes that read disjoint row groups
+MAX_STREAMS = 64  # also the maximum number of processes that read different streams
 MAX_OPEN_GROUPS = 8  # row groups per stream
 MAX_OPEN_BYTES = 2**30  # limit for the encoded images in the open row groups of all streams
 
@@ -33,8 +33,8 @@ class ShuffleStreams:
 
     Attributes:
         groups_N: row group index of each sample.
-        num_streams: number of streams; if the world size divides it, processes read disjoint row
-            groups.
+        num_streams: number of streams; if the world size divides it, no two processes read the same
+            stream.
         num_open_groups: number of row groups from which a stream draws at the same time.
     """
 

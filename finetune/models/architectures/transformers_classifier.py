@@ -169,8 +169,8 @@ def convert_state_dict(
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise WeightsError(
-            f"{source}: {len(missing)} tensors are missing: {', '.join(missing[:3])}; download the "
-            f"file again",
+            f"{source}: {len(missing)} tensors are missing: {', '.join(missing[:3])}; download "
+            f"the file again",
             code="weights.missing_tensors",
         )
     return {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
@@ -214,8 +214,8 @@ def _create_network(config: Mapping[str, Any], num_classes: int) -> Any:
         ) from error
     if not hasattr(network, CLASSIFIER_NAME):
         raise WeightsError(
-            f"{kind}: the network has no module '{CLASSIFIER_NAME}'; choose a network with a single "
-            f"head",
+            f"{kind}: the network has no module '{CLASSIFIER_NAME}'; choose a network with a "
+            f"single head",
             code="weights.unsupported",
         )
     return network

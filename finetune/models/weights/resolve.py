@@ -144,7 +144,7 @@ def _embedded_folder(name: str) -> Path:
     return root / name
 
 
-# --- from the registry and the hub -------------------------------------------------------------
+# --- from timm's registry and the Hub ----------------------------------------------------------
 
 
 def _from_registry(name: str, pretrained: bool) -> Weights:

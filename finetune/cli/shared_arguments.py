@@ -23,15 +23,15 @@ __all__ = [
     "source_argument",
 ]
 
-IMAGE_SIZE = click.IntRange(1, 8192)  # pixels a side; larger images would take gigabytes each
+IMAGE_SIZE = click.IntRange(1, 8192)  # side in pixels; a larger image would take gigabytes
 PORT = click.IntRange(0, 65535)
 
 
 def checked_by(check: Callable[[str], object]) -> Callable[..., Any]:
-    """Return a callback of a click parameter that checks its value or each of its values.
+    """Return a click callback that calls `check` on the value, or on each of several values.
 
     Args:
-        check: raises a FinetuneError.
+        check: raises a FinetuneError for an invalid value.
     """
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -44,13 +44,13 @@ def checked_by(check: Callable[[str], object]) -> Callable[..., Any]:
 
 
 def check_model_argument(model: str) -> None:
-    """Check a MODEL. Raises: RecipeError for a recipe, WeightsError for a missing path."""
+    """Check a MODEL argument. Raises: RecipeError for a recipe, WeightsError for a missing path."""
     _check_not_a_recipe(model)
     check_model_name(model)
 
 
 def check_run_or_model_folder(path: str) -> None:
-    """Check a RUN. Raises: RecipeError for a recipe, WeightsError for a missing folder."""
+    """Check a RUN argument. Raises: RecipeError for a recipe, WeightsError for a missing folder."""
     _check_not_a_recipe(path)
     if not os.path.lexists(path):
         raise WeightsError(
@@ -68,7 +68,7 @@ def _check_not_a_recipe(model: str) -> None:
     else:
         advice = f"train it first (finetune train {model}), then give the run directory"
     raise RecipeError(
-        f"{model}: is a recipe; this command takes a trained model; {advice}",
+        f"{model}: this is a recipe, but the command needs a trained model; {advice}",
         code="recipe.conflict",
     )
 

@@ -150,7 +150,8 @@ class CacheFolder:
             key: hexadecimal sha256 of everything that the content depends on.
             resume: continue the partial file of a stopped process, and keep the partial file if
                 this process is stopped; the caller must hold the lock of the key.
-        Yields: the open file; set its final name in the block.
+        Yields: the open `PendingCacheFile`; set its `final_name` before the block ends, which
+            renames the file.
         Raises: OSError if the file cannot be written.
         """
         temporary = f".{key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"

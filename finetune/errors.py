@@ -113,7 +113,7 @@ class HubError(FinetuneError):
 
 
 class Interrupted(FinetuneError):
-    """A signal stopped the run, which saved its state first and can be resumed."""
+    """Raised when a signal stops a run, after its state has been saved for resuming."""
 
     code = "interrupted"
 

@@ -91,7 +91,7 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
 
     Args:
         path: the file to replace or create; its folder must exist.
-        option: the command-line option that names the path, for the message.
+        option: the command-line option that names the path, named in the error message.
     Yields: a temporary path to write to; it becomes `path` if the block ends without an error.
     Raises: SetupError if the disk is full or the file cannot be written.
     """
@@ -143,7 +143,7 @@ def explain_disk_errors(
     Args:
         path: the file that the block writes.
         needed_bytes: bytes that the write needs, or 0 if unknown.
-        option: the command-line option that names the path, for the message.
+        option: the command-line option that names the path, named in the error message.
     Raises: SetupError if the disk or quota is full, or if the path cannot be written: access is
         denied, the name is invalid, or the device fails.
     """

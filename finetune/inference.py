@@ -290,10 +290,8 @@ class Classifier:
         ]
         decoded: list[tuple[PredictionRow, Tensor]] = []
         prepared: list[tuple[PredictionRow, Tensor]] = []
-        max_bytes, num_bytes = (
-            _PREPROCESS_BYTES_BY_DEVICE.get(self.device.type, _DEFAULT_PREPROCESS_BYTES),
-            0,
-        )
+        max_bytes = _PREPROCESS_BYTES_BY_DEVICE.get(self.device.type, _DEFAULT_PREPROCESS_BYTES)
+        num_bytes = 0
         for index, (row, (path, error)) in enumerate(zip(rows, files, strict=True), start):
             _raise_if_stopped()
             pixels_CHW = _decode_or_error(path, error, index, self.pipeline.decode_size, on_decoded)

@@ -17,14 +17,20 @@ LINE_SECONDS = 60.0  # between two lines of progress in a file
 
 
 def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
-    """Create the progress bar of a training loop; in a file, a last line is always written."""
+    """Create the progress bar of a training loop.
+
+    When stderr is redirected to a file, the final state is always written.
+    """
     return _bar(_Lines, total, initial=start, unit="step", shown=shown)
 
 
 def item_bar(
     total: int, *, label: str | None = None, unit: str = "image", shown: bool = True
 ) -> tqdm[Any]:
-    """Create a progress bar over images, shards or bytes; a short loop writes no line to a file."""
+    """Create a progress bar over images, shards or bytes.
+
+    When stderr is redirected to a file, a loop shorter than `LINE_SECONDS` writes nothing.
+    """
     return _bar(_LongLines, total, desc=label and f"{label}: ", unit=unit, shown=shown)
 
 

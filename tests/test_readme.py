@@ -33,7 +33,7 @@ ELSEWHERE = {
     "pip": "the two commands of tests/test_project.py, which CI runs",
     "accelerate": "several GPUs and machines: a test below parses their arguments",
     "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
-    "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_plan.py",
+    "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_estimate.py",
     "finetune demo": "serves until it is stopped: tests/demo",
     "finetune bench": "takes minutes: tests/bench",
     "finetune reproduce": "takes hours: tests/commands/test_reproduce.py",

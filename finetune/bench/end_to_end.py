@@ -383,7 +383,7 @@ def _timm_transform_options(sentence: str) -> dict[str, Any]:
 
 
 def _trainer_job_spec(job: _TrainingJob, out: Path) -> dict[str, Any]:
-    """Return the `job` argument of `trainer_job.train`."""
+    """Build the job spec that is passed to `trainer_job.train`."""
     recipe, setup = job.recipe, job.setup
     return {
         "model": str(job.folder / "model"),

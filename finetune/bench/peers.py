@@ -101,11 +101,9 @@ class PeerLoop(MeasuredLoop):
             torch.set_num_threads(recipe.run.threads)
         with quiet():
             setup = build_setup(recipe, device=self.device, show_progress=False)
-        self.setup, self.accumulation_steps, preprocessing = (
-            setup,
-            _accumulation_steps(setup),
-            setup.preprocessing,
-        )
+        self.setup = setup
+        self.accumulation_steps = _accumulation_steps(setup)
+        preprocessing = setup.preprocessing
         set_train_mode(self.network.to(self.device))
         self.augment = to_torchvision(
             setup.train_pipeline.transform_spec,

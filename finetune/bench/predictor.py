@@ -324,10 +324,8 @@ class Predictor:
     def _relative_pass_time(self, dtype: torch.dtype) -> float:
         """Measure the time of a pass in `dtype`, relative to the measured recipe's dtype."""
         twin, seconds = fake_copy(self.network), dict[torch.dtype, float]()
-        images, size = (
-            min(self._max_micro_batch_size, _TIMED_IMAGES),
-            self.setup.preprocessing.image_size,
-        )
+        images = min(self._max_micro_batch_size, _TIMED_IMAGES)
+        size = self.setup.preprocessing.image_size
         for kind in (self.dtype, dtype) * 2:  # the first pass of each dtype is a warm-up
             started = time.perf_counter()
             run_step(twin, max(images, 2), size, kind, train=True)

@@ -102,5 +102,5 @@ class MeasuredLoop:
         return {"host": peak_host_bytes(), "device": on_device}
 
     def empty_cache(self) -> None:
-        """Release the cached memory of the device, so that another process can use it."""
+        """Release the cached device memory so that another process can use it."""
         torch.cuda.empty_cache()

@@ -269,7 +269,7 @@ def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool
         raise click.UsageError("Missing option '--out'.")
     if model.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{model}: this is a recipe; add --images to draw its training images, or give a model",
+            f"{model}: this is a recipe; add --images to show its training images, or give a model",
             code="recipe.conflict",
         )
     check_model_name(model)

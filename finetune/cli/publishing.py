@@ -20,7 +20,7 @@ __all__ = ["push"]
 @click.option("--message", metavar="TEXT", help="Commit message.")
 @click.option("--adapter", is_flag=True, help="Push only the adapter, in peft's format.")
 def push(run_or_model: str, repository: str, **options: Any) -> CommandResult:
-    """Push a trained model to the Hugging Face Hub, with its model card.
+    """Push a trained model and its card to the Hugging Face Hub.
 
     RUN is a run directory or model folder; REPO is owner/name on the Hub.
 

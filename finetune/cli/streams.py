@@ -52,7 +52,8 @@ def stdout_errors() -> Iterator[None]:
     except OSError as error:
         discard_stdout()
         raise SetupError(
-            f"standard output: {error.strerror}; write it elsewhere", code="setup.not_writable"
+            f"cannot write to standard output ({error.strerror}); redirect it elsewhere",
+            code="setup.not_writable",
         ) from error
 
 

@@ -297,8 +297,9 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
     paths = f"{other.run.path} and {first.run.path}"
     if shapes[0] != shapes[1] or networks[0] != networks[1]:
         raise WeightsError(
-            f"{paths}: their networks ({networks[1]}, {networks[0]}), classes or tensor shapes "
-            "differ; give runs of one network",
+            f"{paths}: the runs differ in architecture ({networks[1]}, {networks[0]}) or in tensor "
+            "shapes, for example in the number of classes; give runs of the same architecture and "
+            "classes",
             code="weights.wrong_shape",
         )
     if origins[0] != origins[1]:

@@ -185,8 +185,9 @@ def _parse_corruptions(name: str | None) -> list[tuple[str, int]]:
     names |= {f"{k}:{s}": [(k, s)] for k, s in names["all"]}
     if name not in names:
         raise RecipeError(
-            f"--corrupt: unknown '{name}'{did_you_mean(name, names) or '.'} Choose from all, "
-            f"{', '.join(CORRUPTIONS)} (all five severities), or one severity such as noise:3",
+            f"--corrupt: unknown '{name}'{did_you_mean(name, names) or '.'} Choose all, a "
+            f"corruption at all five severities ({', '.join(CORRUPTIONS)}), or one severity, such "
+            "as noise:3",
             code="recipe.unknown_name",
         )
     return names[name]
@@ -266,11 +267,9 @@ def _format_per_class(result: Mapping[str, Any]) -> str:
     from sklearn.metrics import classification_report  # takes half a second to import
 
     confusion = _confusion_of_result(result)
-    true_labels, predicted_labels, counts = (
-        confusion.true_M,
-        confusion.predicted_M,
-        confusion.count_M,
-    )
+    true_labels = confusion.true_M
+    predicted_labels = confusion.predicted_M
+    counts = confusion.count_M
     if confusion.num_classes > MAX_DENSE_CLASSES:
         return _format_most_confused(confusion, result["class_names"])
     present = np.union1d(true_labels, predicted_labels)

@@ -1,7 +1,7 @@
 """`finetune export`: export a model to ONNX or torch.export.
 
 The file is written only if the exported model's logits match the original's. A file NAME.onnx.json
-next to NAME.onnx has the preprocessing, the class names, and where the weights come from.
+next to NAME.onnx contains the preprocessing, the class names and the origin of the weights.
 """
 
 # N images, B batch, K classes, h w the model's input size

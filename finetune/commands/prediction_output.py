@@ -112,11 +112,9 @@ def open_prediction_writer(
     format_row, header = _format_jsonl_row, ""
     if path.suffix.lower() == ".csv":
         label_columns = ["labels", "confidences"] if is_multilabel else []
-        format_row, header = (
-            _format_csv_row,
-            _join_csv_cells(
-                ["path", *label_columns, *_prediction_columns(num_predictions), "error"]
-            ),
+        format_row = _format_csv_row
+        header = _join_csv_cells(
+            ["path", *label_columns, *_prediction_columns(num_predictions), "error"]
         )
     with atomic_replace(path) as temporary:
         with explain_disk_errors(path):

@@ -88,10 +88,8 @@ def run_plan(
     plan = load_plan(path)
     entry_names = [entry.name for entry in plan.runs]
     _check_arguments(path, entry_names, only, scale)
-    plan_name, is_smoke = (
-        path.parent.name if path.name == PLAN_FILENAME else path.stem,
-        scale == "smoke",
-    )
+    plan_name = path.parent.name if path.name == PLAN_FILENAME else path.stem
+    is_smoke = scale == "smoke"
     folder = Path(out or Path("runs") / (plan_name + ("-smoke" if is_smoke else "")))
     plan = to_smoke_plan(plan) if is_smoke else plan
     extra_overrides = [f"run.note={SMOKE_NOTICE}", *overrides] if is_smoke else list(overrides)

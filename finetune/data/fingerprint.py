@@ -211,7 +211,7 @@ class _HashIndex:
         return digest
 
     def put(self, key: bytes, digest: bytes) -> None:
-        """Store a hash."""
+        """Store `digest` under `key`."""
         self._hashes[key] = self._used_hashes[key] = digest
         self._is_modified = True
 

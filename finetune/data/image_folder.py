@@ -304,8 +304,8 @@ def _find_split_folders(root: Path, source: str) -> dict[str, Path]:
     if others and "train" not in folder_of:
         (first, *_) = folder_of.values()
         raise DataError(
-            f"{source}: {first.name!r} is next to class folders ({', '.join(others[:3])}); "
-            "move these into 'train'",
+            f"{source}: found both a split folder ({first.name!r}) and class folders "
+            f"({', '.join(others[:3])}); move the class folders into 'train'",
             code="data.ambiguous",
         )
     if others:

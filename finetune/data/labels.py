@@ -25,8 +25,8 @@ def encode_labels(
     Args:
         columns: labels of each split, (N,).
         declared: class names that the source declares for each split; None if it declares none.
-        row_numbers: row of each label, (N,), by split, for messages; None if each row has one
-            label.
+        row_numbers: source row of each label, (N,) per split, quoted in error messages; None if
+            rows and labels correspond one to one.
     Returns: class indices by split, (N,) int64; and the class names: the declared ones in their
         order, else the sorted unique labels. Drops a split whose labels are all -1 (withheld).
     """
@@ -126,7 +126,7 @@ def check_distinct_class_names(names: Iterable[str], location: str) -> None:
     Such names usually mean the same class, and some file systems merge them.
 
     Args:
-        location: source or column that holds the names, for the message.
+        location: source or column that holds the names, named in the error message.
     Raises: DataError for two such names.
     """
     seen: dict[str, str] = {}

@@ -95,9 +95,11 @@ class ImageLoader:
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield for each step the number of micro-batches, and an iterator over them.
 
-        Closing the generator ends the workers, once no iterator over micro-batches is referenced.
+        Closing the generator stops the workers after the last micro-batch iterator has been
+        garbage-collected.
 
         Args:
+            sampler: the sampler that chooses the images of each step.
             steps: the remaining steps of the run.
             rank, world_size, micro_batch_size: see `DistributedBatchSampler.micro_batches`.
         """

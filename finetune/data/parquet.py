@@ -254,10 +254,8 @@ def read_hub(
     commit: str | None
     if streaming:
         dataset_files = list_parquet_files(f"hub:{spec}", name, config, revision)
-        files, commit = (
-            _select_known_splits(dataset_files.files, f"hub:{spec}"),
-            dataset_files.commit,
-        )
+        files = _select_known_splits(dataset_files.files, f"hub:{spec}")
+        commit = dataset_files.commit
         splits = _open_streamed(files, columns, dataset_files.schema, multilabel=multilabel)
     else:
         dataset_dict, commit = load_hub_dataset(f"hub:{spec}", name, config, revision)

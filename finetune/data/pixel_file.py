@@ -208,12 +208,12 @@ def read_pixel_table(file: int, key: str, num_images: int) -> PixelTable:
     if (magic, file_key) != (_MAGIC, key.encode()):
         raise ValueError("written by another version or for other images")
     if not (0 <= num_rows <= num_images and pixel_bytes >= 0):
-        raise ValueError("impossible numbers")
+        raise ValueError(f"it claims {num_rows} of {num_images} images, {pixel_bytes} pixel bytes")
     if not 0 <= cause_bytes <= 2 + _MAX_CAUSE_BYTES * (num_images - num_rows):
-        raise ValueError("impossible numbers")
+        raise ValueError(f"it claims {cause_bytes} bytes for the list of unreadable images")
     row_bytes, index_bytes = num_rows * ROW_DTYPE.itemsize, num_rows * 8
     if size != pixel_bytes + row_bytes + index_bytes + cause_bytes + _FOOTER.size:
-        raise ValueError("not a whole file")
+        raise ValueError("its size differs from the size in its footer")
     body = _read_exactly(file, row_bytes + index_bytes + cause_bytes, pixel_bytes)
     if hashlib.sha256(footer[:-32] + body).digest() != digest:
         raise ValueError("the table is corrupt")
@@ -226,14 +226,14 @@ def read_pixel_table(file: int, key: str, num_images: int) -> PixelTable:
     if not (
         np.all(np.diff(indices) > 0) and np.array_equal(np.sort(all_indices), range(num_images))
     ):
-        raise ValueError("not the images of the split")
+        raise ValueError("its image indices are not those of the split")
     heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
     sides = np.concatenate([heights, widths])
     if num_rows and not (sides.min() >= 1 and sides.max() <= MAX_PIXELS):
-        raise ValueError("impossible sizes")
+        raise ValueError("an image has a height or width outside the allowed range")
     ends = rows["offset"] + heights * widths * 3
     if num_rows and not (rows["offset"].min() >= 0 and ends.max() <= pixel_bytes):
-        raise ValueError("images beyond the end")
+        raise ValueError("an image lies outside the pixel data")
     return PixelTable(rows, indices, failed)
 
 
@@ -247,9 +247,9 @@ def _parse_failures(texts: bytes) -> list[tuple[int, str]]:
         raise ValueError("the list of unreadable images is not a list")
     for entry in entries:
         if type(entry) is not list or [type(part) for part in entry] != [int, str]:
-            raise ValueError("an entry for an unreadable image has wrong types")
+            raise ValueError("an entry of the list of unreadable images is not [index, cause]")
         if not 0 <= entry[0] < 2**62:
-            raise ValueError("an impossible index")
+            raise ValueError(f"the index {entry[0]} of an unreadable image is not in [0, 2**62)")
     return [(index, cause) for index, cause in entries]
 
 
@@ -257,7 +257,7 @@ def _read_exactly(storage: Storage, num_bytes: int, offset: int) -> bytes:
     """Read exactly `num_bytes`. Raises: ValueError if the file is shorter or cannot be read."""
     buffer = bytearray(num_bytes)
     if offset < 0 or not _read_into(storage, memoryview(buffer), offset):
-        raise ValueError("not a whole file")
+        raise ValueError("the file is truncated or cannot be read")
     return bytes(buffer)
 
 
@@ -348,7 +348,7 @@ class DecodedImages(Sequence[Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the pixels take: 0 if they are read from the cache file."""
+        """Host memory held by the pixels, in bytes; 0 if they are read from the cache file."""
         return self.pixel_bytes if self.is_in_memory else 0
 
     def read_batch(

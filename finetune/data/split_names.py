@@ -67,5 +67,8 @@ def group_by_split(
         return {"train": others}
     if others:
         names = ", ".join(get_path(file).name for file in others[:3])
-        warn_once(f"{source}: {pluralize(len(others), 'file')} of unknown split ignored: {names}")
+        warn_once(
+            f"{source}: ignored {pluralize(len(others), 'file')} that cannot be matched to a known "
+            f"split: {names}"
+        )
     return sort_splits(groups)

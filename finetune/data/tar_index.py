@@ -217,7 +217,7 @@ def _cache_key(file: ShardFile, image_suffix: str | None, label_field: str | Non
 
 
 def _load_cached(cache: CacheFolder, file: ShardFile, key: str | None) -> TarIndex | None:
-    """Load the index of an earlier run; None if it is missing or damaged."""
+    """Load the cached index, or return None if it is missing or damaged, or `key` is None."""
     if key is None:
         return None
     name = f"{key}.tarindex"

@@ -77,7 +77,7 @@ class _LazyFuture(Future[Any]):
         self._fn = fn
 
     def result(self, timeout: float | None = None) -> Any:
-        """Run the function and return its result."""
+        """Run the function in the calling thread and return its result; `timeout` is ignored."""
         return self._fn()
 
 

@@ -104,10 +104,8 @@ def _connect_events(
     """Connect events to handlers, without Gradio's preprocessing, which re-encodes images."""
     event_options = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
     private = {"api_visibility": "private"}
-    image_and_output, upload_options = (
-        [picture, output],
-        {"show_progress_on": output, **event_options, **private},
-    )
+    image_and_output = [picture, output]
+    upload_options = {"show_progress_on": output, **event_options, **private}
     gr.on(picture.upload, handlers.on_upload, picture, image_and_output, **upload_options)
     # without inputs, because the component still has the old image at this moment
     gr.on(picture.clear, lambda: page.EMPTY_RESULT, None, output, **private)

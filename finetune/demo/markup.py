@@ -92,10 +92,8 @@ def render_result(prediction: DemoPrediction) -> str:
         labels = ", ".join(
             name for (name, confidence), threshold in top_and_threshold if confidence >= threshold
         )
-        list_class, labels_html = (
-            "ft-top ft-several",
-            f'<p class="ft-labels">{html.escape(labels or _NO_LABEL_TEXT)}</p>',
-        )
+        list_class = "ft-top ft-several"
+        labels_html = f'<p class="ft-labels">{html.escape(labels or _NO_LABEL_TEXT)}</p>'
     height, width = prediction.input_HWC.shape[:2]
     pixelated_class = " ft-coarse" if max(height, width) < _PIXELATED_BELOW_PIXELS else ""
     input_img = _img_tag(_png_data_uri(prediction.input_HWC), "The picture as the model saw it")

@@ -205,10 +205,8 @@ class AllowlistMiddleware:
             content = json.loads(body)
         except (ValueError, RecursionError):
             raise _RequestRefused(400, "the request body is not JSON") from None
-        body, replayed = (
-            json.dumps(self._validate_fields(path.rstrip("/"), content)).encode(),
-            False,
-        )
+        body = json.dumps(self._validate_fields(path.rstrip("/"), content)).encode()
+        replayed = False
 
         async def replay() -> Message:
             nonlocal replayed

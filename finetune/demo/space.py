@@ -71,8 +71,8 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         folder: a new or empty folder, or an earlier export. The files of an earlier export are
             replaced; other files, such as .git, are kept.
     Returns: a dict with keys "model", "folder" and "files" (paths relative to the folder).
-    Raises: RecipeError if the folder has other files or the model is a single file; WeightsError
-        if the model cannot be loaded; SetupError if the folder cannot be written.
+    Raises: RecipeError if the folder contains other files or the model is a single file;
+        WeightsError if the model cannot be loaded; SetupError if the folder cannot be written.
     """
     target = Path(folder)
     gradio_version = import_gradio().__version__
@@ -169,8 +169,8 @@ def _check_target(target: Path) -> None:
     other_files = [entry.name for entry in target.iterdir() if entry.name != ".git"]
     if other_files and not _is_exported_space(target / _MARKER_FILE):
         raise RecipeError(
-            f"--export-space {target}: has other files ({', '.join(sorted(other_files)[:3])}); "
-            "give a new or empty folder",
+            f"--export-space {target}: already contains other files "
+            f"({', '.join(sorted(other_files)[:3])}); give a new or empty folder",
             code="recipe.wrong_value",
         )
 
@@ -237,8 +237,8 @@ def _copy_model(model: str, target: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"), key=lambda f: f.name != "model.safetensors")
     if not weights:
         raise RecipeError(
-            f"--export-space: {model} has no .safetensors file, and other formats are not "
-            "published; fine-tune it and export the run",
+            f"--export-space needs .safetensors weights, which {model} does not have; fine-tune it "
+            "first, then export the run",
             code="recipe.unsupported",
         )
     target.mkdir()

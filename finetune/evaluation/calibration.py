@@ -24,11 +24,12 @@ _MAX_ITERATIONS = 60  # bisection alone reaches 1e-16 of the range
 
 
 class TemperatureFitter:
-    """Keep the logits of a split in host memory and fit a temperature to them.
+    """Keep the logits of a split in host memory and fit one temperature over all processes.
 
     Args:
         num_images: size of the whole split, over all processes.
-        num_classes: K. If N*K logits are too many to keep, only every n-th image is kept.
+        num_classes: K. If num_images * num_classes exceeds `_MAX_KEPT_LOGITS`, only every
+            `stride`-th image is kept, so that the kept logits fit.
     """
 
     def __init__(self, num_images: int, num_classes: int) -> None:

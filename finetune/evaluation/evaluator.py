@@ -160,11 +160,9 @@ class Evaluator:
         if loader.labels.ndim == 2:
             temperature = None
             self._multilabel_metrics = MultilabelMetrics(loader.labels, thresholds)
-        self._temperature, self._fit_calibration, self._num_mistakes = (
-            temperature,
-            fit_calibration,
-            num_mistakes,
-        )
+        self._temperature = temperature
+        self._fit_calibration = fit_calibration
+        self._num_mistakes = num_mistakes
         metrics = ClassificationMetrics(loader.num_classes)
         self._calibrated_metrics = _TemperatureScaledMetrics(metrics, temperature or 1.0)
         self._temperature_fitter = TemperatureFitter(len(loader.labels), loader.num_classes)

@@ -266,11 +266,9 @@ def compute_features(
     Returns: (N, D) in the order of the split on rank 0, None on the other ranks.
     Raises: WeightsError if a feature is not finite.
     """
-    rank, world_size, num_images = (
-        accelerator.process_index,
-        accelerator.num_processes,
-        len(loader.labels),
-    )
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
+    num_images = len(loader.labels)
     num_shards = -(-num_images // (batch_size * _BATCHES_PER_SHARD))
     bounds = [num_images * shard // num_shards for shard in range(num_shards + 1)]
     max_shard_size = -(-num_images // num_shards)

@@ -83,8 +83,9 @@ def draw_shots(labels_N: LabelArray, num_classes: int, *, shots: int, seed: int)
 
     Args:
         labels_N: class indices in [0, K).
-        shots: images per class; a smaller class gives all its images.
-        seed: seed of NumPy's default_rng, which permutes the images of one class after another.
+        shots: images per class; a class with fewer images contributes all of them.
+        seed: seed of `np.random.default_rng`; the images of each class are permuted in turn, in
+            class order.
     Returns: indices of the drawn images, class by class.
     """
     generator = np.random.default_rng(seed)

@@ -88,10 +88,8 @@ class MultilabelMetrics:
             self.thresholds = [threshold for _, threshold in ap_and_thresholds]
         self._predicted_NK = scores_NK >= np.array(self.thresholds)
         true_positives_NK = self._predicted_NK & (labels_NK == 1)
-        support_K, num_predicted_K = (
-            labels_NK.sum(axis=0, dtype=np.int64),
-            self._predicted_NK.sum(axis=0),
-        )
+        support_K = labels_NK.sum(axis=0, dtype=np.int64)
+        num_predicted_K = self._predicted_NK.sum(axis=0)
         rows = per_class_rates(support_K, num_predicted_K, true_positives_NK.sum(axis=0))
         for row, (ap, _), threshold in zip(rows, ap_and_thresholds, self.thresholds, strict=True):
             row |= {"ap": ap, "threshold": threshold}

@@ -497,8 +497,8 @@ def permanent_hub_error(
     token_text = f"in {source}" if (source := token_source()).isupper() else f"of {source}"
     if isinstance(error, GatedRepoError):
         return HubError(
-            f"{display_name}: access must be granted first; accept the terms on its page, then "
-            "run `hf auth login`",
+            f"{display_name}: this is a gated repository; accept its terms on the Hub, then run "
+            "`hf auth login`",
             code="hub.forbidden",
         )
     if isinstance(error, RevisionNotFoundError):

@@ -288,8 +288,8 @@ def position_similarity(network: Any) -> np.ndarray:
     prefix = table.shape[1] - height * width
     if prefix < 0:
         raise WeightsError(
-            f"{kind}: has {table.shape[1]} position embeddings for {height} x {width} patches; "
-            "choose a ViT",
+            f"{kind}: its {table.shape[1]} position embeddings do not match the {height} x {width} "
+            "patches; choose a ViT with one position embedding per patch",
             code="weights.unsupported",
         )
     vectors_ND = table[0, prefix:].detach().cpu().double().numpy()

@@ -170,11 +170,9 @@ def _find_unmergeable_layers(model: nn.Module, image_size: tuple[int, int]) -> l
 
     During the check the adapters have random weights, because the initial LoRA update is zero.
     """
-    layers, generator, mergeable = (
-        dict(_adapter_layers(model)),
-        torch.Generator().manual_seed(0),
-        set(),
-    )
+    layers = dict(_adapter_layers(model))
+    generator = torch.Generator().manual_seed(0)
+    mergeable = set()
     handles = []
     for name, layer in layers.items():
 

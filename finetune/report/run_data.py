@@ -151,10 +151,8 @@ def read_run(path: Path) -> Run:
     ]
     # use numbers for classes without a name
     names += [str(index) for index in range(len(names), max(class_counts))]
-    recipe, training_images = (
-        load_recipe(path / "recipe.yaml"),
-        _read_json(path / TRAINING_IMAGES_FILE),
-    )
+    recipe = load_recipe(path / "recipe.yaml")
+    training_images = _read_json(path / TRAINING_IMAGES_FILE)
     return Run(path, record, recipe, history, results, names, training_images)
 
 
@@ -246,7 +244,11 @@ def format_percent(value: Any, digits: int = 2) -> str:
 
 
 def format_accuracy_interval(accuracy: Any, num_images: Any) -> str:
-    """Format the 95 % interval of an accuracy; empty if enough images make it unnecessary."""
+    """Format the 95 % interval of an accuracy.
+
+    Returns: the interval; an empty string if an argument is missing or invalid, or if the split is
+        large enough that the interval is negligible (1,000 images or more).
+    """
     accuracy, total = as_finite_number(accuracy), as_finite_number(num_images)
     if accuracy is None or total is None or not 0 <= accuracy <= 1:
         return ""

@@ -291,10 +291,8 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     for split in ("train", "val", "test"):
         if split in split_sizes:
             rows.append((f"{split.capitalize()} images", format_count(split_sizes[split])))
-    counts_K, draws_K = (
-        _per_class_counts(run, "class_images"),
-        _per_class_counts(run, "class_draws"),
-    )
+    counts_K = _per_class_counts(run, "class_images")
+    draws_K = _per_class_counts(run, "class_draws")
     num_train = as_finite_number(split_sizes.get("train"))
     if run.is_multilabel and counts_K is not None and num_train:
         rows.append(("Labels per image", f"{counts_K.sum() / num_train:.2f}, the mean of train"))

@@ -149,11 +149,9 @@ def _is_split_metrics(value: Any) -> bool:
 
 
 _TypeCheck = tuple[Callable[[Any], bool], str]
-_OBJECT, _TEXT, _SPLIT = (
-    (lambda value: isinstance(value, dict), "an object"),
-    (lambda value: isinstance(value, str), "a string"),
-    (_is_split_metrics, "the metrics of a split"),
-)
+_OBJECT = (lambda value: isinstance(value, dict), "an object")
+_TEXT = (lambda value: isinstance(value, str), "a string")
+_SPLIT = (_is_split_metrics, "the metrics of a split")
 # The values that other code reads; a key may be missing.
 _TYPES: dict[str, dict[str, _TypeCheck]] = {
     "run.json": {

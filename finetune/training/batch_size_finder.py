@@ -103,10 +103,8 @@ def find_micro_batch_size(
     distillation = trainer.distillation
     teacher = NO_MEMORY if distillation is None else distillation.estimate_memory(min(share, 32))
     estimate += teacher
-    available, later = (
-        available_bytes(device, setup.local_world_size),
-        unallocated_state_bytes(trainer),
-    )
+    available = available_bytes(device, setup.local_world_size)
+    later = unallocated_state_bytes(trainer)
     limit = int(available * USABLE_SHARE) - later
     micro_batch_size = find_largest_fitting(
         list(largest_micro_batch),

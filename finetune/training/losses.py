@@ -144,10 +144,8 @@ def build_loss(
         gammas = None if section is None else (section.gamma_neg, section.gamma_pos, section.clip)
         return MultilabelLoss(optim.label_smoothing, gammas)
     weights, total, safe_counts_K = optim.class_weights, counts_K.sum(), np.maximum(counts_K, 1)
-    class_weight_K, logit_offset_K = (
-        None,
-        optim.logit_adjustment * np.log(safe_counts_K / max(total, 1)),
-    )
+    class_weight_K = None
+    logit_offset_K = optim.logit_adjustment * np.log(safe_counts_K / max(total, 1))
     if weights == "balanced":
         class_weight_K = total / ((counts_K > 0).sum() * safe_counts_K)
     elif weights is not None:

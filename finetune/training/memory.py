@@ -113,10 +113,8 @@ class MemoryEstimate:
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         """Add the memory of two passes; keep the FLOPs of the first."""
-        fixed, per_image = (
-            self.fixed_bytes + other.fixed_bytes,
-            self.bytes_per_image + other.bytes_per_image,
-        )
+        fixed = self.fixed_bytes + other.fixed_bytes
+        per_image = self.bytes_per_image + other.bytes_per_image
         return MemoryEstimate(fixed, per_image, self.flops_per_image)
 
     def bytes_for(self, num_images: int) -> int:

@@ -128,10 +128,8 @@ def _check_same_run(
     fingerprints: dict[str, str],
 ) -> None:
     """Raise an error that shows the difference if recipe, precision, weights or data differ."""
-    old, new = (
-        training_keys(load_recipe(run.path / "recipe.yaml")),
-        training_keys(setup.recipe),
-    )
+    old = training_keys(load_recipe(run.path / "recipe.yaml"))
+    new = training_keys(setup.recipe)
     differences = {
         f"{section}.{key}": f"the run has {old[section].get(key)!r}, now {new[section].get(key)!r}"
         for section in new
@@ -192,10 +190,8 @@ def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) ->
 
     That is the case with a constant learning rate, and during the warm-up.
     """
-    recorded_num_steps, steps_done = (
-        _recorded_num_steps(record, setup),
-        max(run.checkpoint_steps(), default=0),
-    )
+    recorded_num_steps = _recorded_num_steps(record, setup)
+    steps_done = max(run.checkpoint_steps(), default=0)
     return steps_done <= setup.num_steps and all(
         setup.lr_at(step) == setup.lr_at(step, total_steps=recorded_num_steps)
         for step in range(steps_done)

@@ -33,10 +33,8 @@ def check_results(
         history: the lines of metrics.jsonl.
     """
     chance_loss = _chance_loss(setup)
-    train_losses, final_loss = (
-        _logged_losses(history, "train"),
-        _final_loss(setup, results, history),
-    )
+    train_losses = _logged_losses(history, "train")
+    final_loss = _final_loss(setup, results, history)
     advice = "lower optim.lr or set optim.clip_norm"
     warnings = []
     # An overconfident network has a high validation loss as well, but not a high training loss.

@@ -54,12 +54,12 @@ _VAL_METRICS = ("loss", "top1", "top5", "map", "balanced_accuracy", "macro_f1", 
 class DelayedScalars:
     """Read one number per step from the device: one step later on a GPU, immediately elsewhere.
 
-    Reading a number from a GPU immediately would leave it idle while the host prepares the next
-    step.
+    `Tensor.item()` synchronizes with the GPU, which would then idle while the host prepares the
+    next step.
 
     Args:
         device: device of the tensors.
-        delayed: True to read one step later; None does so on a GPU only.
+        delayed: True to read one step later; None: delayed on a GPU, not elsewhere.
     """
 
     def __init__(self, device: torch.device, *, delayed: bool | None = None) -> None:
@@ -123,11 +123,9 @@ class TrainerState:
     ) -> None:
         self.setup, self.accelerator, self.run = setup, accelerator, run
         self.model, self.optimizer, self.ema = model, optimizer, ema
-        self.frozen_backbone, self.distillation, self.is_compiled = (
-            frozen_backbone,
-            distillation,
-            is_compiled,
-        )
+        self.frozen_backbone = frozen_backbone
+        self.distillation = distillation
+        self.is_compiled = is_compiled
         self.recipe = recipe = setup.recipe
         self.is_main_process = accelerator.is_main_process
         self.is_sharded = is_sharded(accelerator)

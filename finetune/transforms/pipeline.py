@@ -306,10 +306,8 @@ class Pipeline:
         self, step: PlanStep, keys: SampleKeys | None, count: int, device: torch.device
     ) -> tuple[AxisTransform, AxisTransform]:
         """Fuse the operations of a geometric step into one transform per axis."""
-        rows, columns = (
-            AxisTransform(step.input_size[0], device),
-            AxisTransform(step.input_size[1], device),
-        )
+        rows = AxisTransform(step.input_size[0], device)
+        columns = AxisTransform(step.input_size[1], device)
         for position in step.positions:
             rng = SampleRNG(keys if keys is not None else np.zeros(count, np.uint64), position)
             call = self._calls[position]

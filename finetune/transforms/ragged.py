@@ -144,7 +144,7 @@ class _PixelSelection:
 
 
 class _FilterTaps(NamedTuple):
-    """Source pixels and weights of every output pixel along one axis.
+    """Resampling taps along one axis: indices and weights of each output pixel's source pixels.
 
     Attributes:
         positions_BhT: int64 indices of source pixels, relative to read_start_B.
@@ -209,7 +209,7 @@ class RaggedAxisTransform:
         self.overshoots |= interpolation in ("bicubic", "lanczos")
 
     def filter_taps(self, device: torch.device) -> _FilterTaps:
-        """Return the source pixels and weights of every output pixel."""
+        """Return the resampling taps: for each output pixel, its source pixels and weights."""
         source, result = self._source, self._result
         if self._resize_window is None:  # no resize: all operations are in `source`
             result = _PixelSelection(source.length)
@@ -233,10 +233,8 @@ class RaggedAxisTransform:
         columns += [first, last - 1, start, source.direction]
         params = to_device(np.stack(columns), device)[:, :, None, None]
         result_positions = torch.arange(int(result.length.max()), device=device)[:, None]
-        positions, is_valid = (
-            params[0] + params[1] * result_positions,
-            (result_positions >= params[2]) & (result_positions < params[3]),
-        )
+        positions = params[0] + params[1] * result_positions
+        is_valid = (result_positions >= params[2]) & (result_positions < params[3])
         if interpolation == "nearest":
             if self._resize_window is not None:
                 pixels = to_device(nearest_source_pixels(lengths, target), device)[:, :, None]

@@ -148,7 +148,8 @@ def _parse_argument(name: str, key: str | None, node: ast.expr, values: dict[str
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise RecipeError(
-            f"{name}: {key} must be a plain number, tuple or quoted word, not {_source_text(node)}",
+            f"{name}: {key} must be a literal number, a tuple or a quoted string, not "
+            f"{_source_text(node)}",
             code="recipe.syntax",
         ) from None
     try:

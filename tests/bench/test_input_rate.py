@@ -20,10 +20,10 @@ def test_both_decode_every_image_in_every_round(
     split = open_source(f"folder:{image_folder}").splits["train"]
     original_decode, parent, log = Split.decode, os.getpid(), tmp_path / "log"
 
-    def logged_decode(self: Split, index: int, room: np.ndarray | None = None) -> np.ndarray:
+    def logged_decode(self: Split, index: int, buffer: np.ndarray | None = None) -> np.ndarray:
         with log.open("a") as file:  # each append is atomic across processes
             file.write(f"{index} {os.getpid() != parent}\n")
-        return original_decode(self, index, room)
+        return original_decode(self, index, buffer)
 
     monkeypatch.setattr(Split, "decode", logged_decode)
     options = {"repeats": 2, "seconds": 0.0}

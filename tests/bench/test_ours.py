@@ -76,13 +76,13 @@ def test_synthetic_steps_reuse_the_same_batches(
     seen: list[list[Batch]] = []
     step = ours.trainer.train_step
 
-    def spy(number: int, batches: Any, meter: Any) -> None:
+    def recording_step(number: int, batches: Any, meter: Any) -> None:
         micro_batches = list(batches)
         assert len(micro_batches) == number == 2
         seen.append(micro_batches)
         step(number, iter(micro_batches), meter)
 
-    monkeypatch.setattr(ours.trainer, "train_step", spy)
+    monkeypatch.setattr(ours.trainer, "train_step", recording_step)
     assert ours.train(warmup=1, steps=2, synthetic=True) > 0
     assert len(seen) == 3
     for micro_batches in seen:
@@ -101,11 +101,11 @@ def test_evaluates_the_requested_number_of_images(
     evaluated = []
     evaluate = ours_module.evaluate
 
-    def spy(model: Any, loader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def recording_evaluate(model: Any, loader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         evaluated.append((loader.store.split.name, len(loader.labels)))
         return evaluate(model, loader, *args, **kwargs)
 
-    monkeypatch.setattr(ours_module, "evaluate", spy)
+    monkeypatch.setattr(ours_module, "evaluate", recording_evaluate)
     assert ours.evaluate(images=20) > 0
     assert ours.evaluate(images=10**6) > 0
     # less than one batch; an untimed evaluation of one batch comes first

@@ -190,16 +190,16 @@ class TestBrowser:
         tab.page.wait_for_selector(".ft-result")
         (row,) = classifier.predict(file, top_k=5)
         names = [item.inner_text() for item in tab.page.query_selector_all(".ft-name")]
-        shares = [item.inner_text() for item in tab.page.query_selector_all(".ft-share")]
+        confidences = [item.inner_text() for item in tab.page.query_selector_all(".ft-share")]
         assert names == [prediction["label"] for prediction in row["predictions"]]
-        assert shares == [
+        assert confidences == [
             format_probability(prediction["confidence"]) for prediction in row["predictions"]
         ]
         assert sorted(names) == sorted(ODD_NAMES)  # as text, not as markup
         assert tab.page.title() != "broken"
         assert tab.page.query_selector("#ft-answer img[src=x]") is None
-        for picture in tab.page.query_selector_all(".ft-figure img"):
-            assert picture.evaluate("image => image.complete && image.naturalWidth") > 0
+        for image in tab.page.query_selector_all(".ft-figure img"):
+            assert image.evaluate("image => image.complete && image.naturalWidth") > 0
         assert len(tab.page.query_selector_all(".ft-stack img")) == 2
 
     def test_gradio_branding_is_hidden(self, tab: Any) -> None:
@@ -222,7 +222,7 @@ class TestBrowser:
     def test_invalid_file_shows_an_error(
         self, tab: Any, tmp_path: Path, is_cut: bool, words: str
     ) -> None:
-        """For other invalid files, see tests/demo/test_inference.py."""
+        """For other invalid files, see tests/demo/test_demo_predictor.py."""
         file = tmp_path / "a.png"
         if is_cut:
             file.write_bytes(save_random_image(file).read_bytes()[:3000])

@@ -183,8 +183,8 @@ def test_only_uploads_can_be_downloaded(uploads: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(12))
 def test_only_uploads_can_be_classified(uploads: Path, number: int) -> None:
-    picture = {"path": paths_outside_uploads(uploads)[number], "meta": {}}
-    body = json.dumps({"data": [picture], "fn_index": 0}).encode()
+    file_data = {"path": paths_outside_uploads(uploads)[number], "meta": {}}
+    body = json.dumps({"data": [file_data], "fn_index": 0}).encode()
     for endpoint in ("queue/join", "call/predict"):
         status, _, _, passed = request(uploads, f"/gradio_api/{endpoint}", "POST", body)
         assert (status, passed) == (403, [])
@@ -192,13 +192,13 @@ def test_only_uploads_can_be_classified(uploads: Path, number: int) -> None:
 
 def test_unknown_body_fields_are_removed(uploads: Path) -> None:
     known_fields = {"session_hash": "a1", "fn_index": 0, "trigger_id": 4}
-    picture = {"path": f"{uploads}/cat.png", "meta": {"_type": "gradio.FileData"}}
+    file_data = {"path": f"{uploads}/cat.png", "meta": {"_type": "gradio.FileData"}}
     more = {"url": "http://127.0.0.1:1/", "size": "large", "orig_name": ["a"]}
-    content = {**known_fields, "data": [picture | more], "event_data": 5, "batched": True}
+    content = {**known_fields, "data": [file_data | more], "event_data": 5, "batched": True}
     body = json.dumps(content).encode()
     status, _, _, passed = request(uploads, "/gradio_api/queue/join", "POST", body)
     assert status == 200
-    assert json.loads(passed[0][2]) == {**known_fields, "data": [picture]}
+    assert json.loads(passed[0][2]) == {**known_fields, "data": [file_data]}
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,11 @@ class TestUntrustedRequests:
         "path", ["/etc/passwd", "../../etc/passwd", "http://127.0.0.1:1/x.png", __file__]
     )
     def test_api_rejects_arbitrary_file_paths(self, server: DemoServer, path: str) -> None:
-        picture = {"path": path, "meta": {"_type": "gradio.FileData"}}
-        status, text = call_predict(server, picture)
+        file_data = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        status, text = call_predict(server, file_data)
         assert status == 403
         assert "root:" not in text
-        joined = {"data": [picture], "fn_index": 0, "session_hash": "a"}
+        joined = {"data": [file_data], "fn_index": 0, "session_hash": "a"}
         assert http_request(f"{server.url}/gradio_api/queue/join", joined)[0] == 403
 
     def test_api_returns_a_prediction_or_an_error(self, server: DemoServer, tmp_path: Path) -> None:

@@ -242,8 +242,8 @@ def test_runs_from_its_folder_alone(
         for headers in browser_headers:
             status, text = upload(server, "a.png", file.read_bytes(), **headers)
             assert status == 200, headers
-            picture = {"path": json.loads(text)[0], "meta": {"_type": "gradio.FileData"}}
-            status, text = call_predict(server, picture, **headers)
+            file_data = {"path": json.loads(text)[0], "meta": {"_type": "gradio.FileData"}}
+            status, text = call_predict(server, file_data, **headers)
             assert status == 200, headers
             check_predictions(model, file, json.loads(text.split("data: ", 1)[1])[0])
         cross_site_headers = {"Origin": "https://evil.hf.space", "Sec_Fetch_Site": "cross-site"}

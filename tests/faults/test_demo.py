@@ -67,7 +67,7 @@ def demo_under_attack(
 ) -> Iterator[DemoServer]:
     """Yield the shared demo, or a separate demo without one protection."""
     if protected:
-        yield request.getfixturevalue("ours")
+        yield request.getfixturevalue("protected_demo")
         return
     with run_demo(
         request.getfixturevalue("model"), setup_code=DISABLE_PROTECTION[protection]

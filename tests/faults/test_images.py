@@ -53,7 +53,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decode_for_training(corpus_folder: Path, keep: str) -> dict[str, Result]:
     """Read each file from the pixel store of a training run, or its error if quarantined."""
     split = open_source(f"folder:{corpus_folder}").splits["train"]
-    store = make_pixel_store(split, keep=keep, num_workers=0, unreadable="quarantine")
+    store = make_pixel_store(split, keep=keep, num_workers=0, unreadable="quarantine", messages=[])
     order = [np.array([index]) for index in range(len(store.split))]
     results: dict[str, Result] = {}
     for index, images in zip(order, store.read_batches(order), strict=True):

@@ -124,7 +124,7 @@ def start_push(
         hub.add_user("alice", token=WRITE_TOKEN)
         for pattern, kind, status in faults:
             hub.fail(pattern, kind=kind, status=status, times=None)
-        push = PushProcess(hub, tmp_path, apart=subprocess_upload)
+        push = PushProcess(hub, tmp_path, subprocess_upload=subprocess_upload)
         try:
             yield push
         finally:

@@ -65,8 +65,8 @@ def test_the_last_block_limited_to_the_class_token(
     figure(
         "the last block that computes only the class token, against timm's own block",
         "logits and gradients within 1e-4 in float32; 5e-2 in bf16, whose products keep 7 bits",
-        f"{precision}: logits {differences[0]:.1e}, gradients {differences[1]:.1e}; against the CPU "
-        f"in float32 {differences_to_cpu[0]:.1e}, {differences_to_cpu[1]:.1e}",
+        f"{precision}: logits {differences[0]:.1e}, gradients {differences[1]:.1e}; against the "
+        f"CPU in float32 {differences_to_cpu[0]:.1e}, {differences_to_cpu[1]:.1e}",
     )
     assert max(differences) < bound
     assert max(differences_to_cpu) < 2 * bound

@@ -382,7 +382,7 @@ class TestErrors:
 
     def test_gated_repository(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         hub.add_repo("someone/gated", folder_content(folder), gated=True)
-        assert "access must be granted first" in hub_error_message("hf-hub:someone/gated")
+        assert "this is a gated repository" in hub_error_message("hf-hub:someone/gated")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert resolve_weights("hf-hub:someone/gated").state is not None
 

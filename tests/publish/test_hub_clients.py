@@ -114,7 +114,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Itera
     models = [Classifier.load(run, device="cpu") for run in runs]
     images_BCHW = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.save(images_BCHW, top / "images.pt")
-    image = save_test_image(top / "picture.png")
+    image = save_test_image(top / "image.png")
     pixels_BCHW = torch.from_numpy(np.asarray(Image.open(image)).copy()).permute(2, 0, 1)[None]
     with pytest.MonkeyPatch.context() as patch, HubServer() as hub:
         hub.add_user("alice", token=TOKEN)

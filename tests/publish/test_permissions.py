@@ -95,24 +95,26 @@ class TestRejected:
         hub.add_repo("alice/public")
         hub.add_repo("bob/public")
         messages = {
-            "a public one": rejection_message("alice/public", private=True),
-            "somebody's": rejection_message("bob/public"),
-            "somebody's name": rejection_message("bob/new"),
+            "public repository": rejection_message("alice/public", private=True),
+            "repository of another user": rejection_message("bob/public"),
+            "namespace of another user": rejection_message("bob/new"),
         }
         monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
-        messages["a read token"] = rejection_message()
+        messages["read token"] = rejection_message()
         monkeypatch.setenv("HF_TOKEN", "hf_nobodys")
-        messages["a wrong token"] = rejection_message()
+        messages["invalid token"] = rejection_message()
         monkeypatch.delenv("HF_TOKEN")
         messages["no token"] = rejection_message()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         messages["offline"] = rejection_message()
         words = {
-            "a public one": "is public already",
-            "somebody's": "'bob' is neither you (alice) nor one of your organizations (zoo)",
-            "somebody's name": "push to alice/new",
-            "a read token": "the token of HF_TOKEN may only read",
-            "a wrong token": "does not accept the token of HF_TOKEN",
+            "public repository": "is public already",
+            "repository of another user": (
+                "'bob' is neither you (alice) nor one of your organizations (zoo)"
+            ),
+            "namespace of another user": "push to alice/new",
+            "read token": "the token of HF_TOKEN may only read",
+            "invalid token": "does not accept the token of HF_TOKEN",
             "no token": "`hf auth login`, or set HF_TOKEN",
             "offline": "HF_HUB_OFFLINE",
         }

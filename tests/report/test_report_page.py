@@ -203,12 +203,12 @@ class TestTrainingImages:
         assert "They are streamed." in page.text
         assert len(page.find_all("img")) == 3
 
-    @pytest.mark.parametrize("picture", ["https://example.org/a.png", "x.png", 7, None])
+    @pytest.mark.parametrize("image_data", ["https://example.org/a.png", "x.png", 7, None])
     def test_invalid_image_data_is_dropped(
-        self, tmp_path: Path, no_figures: None, picture: object
+        self, tmp_path: Path, no_figures: None, image_data: object
     ) -> None:
         run = write_run_dir(tmp_path / "run")
-        rows = [{"label": 0, "name": "x", "pictures": [picture] * 10}, None, {"pictures": 3}]
+        rows = [{"label": 0, "name": "x", "pictures": [image_data] * 10}, None, {"pictures": 3}]
         (run / "training_images.json").write_text(json.dumps({"note": None, "rows": rows}))
         page = Page(write_run_report(run))
         assert not page.find_all("section", id="images")

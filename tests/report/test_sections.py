@@ -80,9 +80,9 @@ class TestClasses:
         assert pairs[0] == {"true": "3", "predicted": "5", "count": 17, "share": share}
         assert [pair["count"] for pair in pairs[1:]] == [1] * 11
 
-    @pytest.mark.parametrize("broken", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
-    def test_damaged_confusion_matrix_gives_no_rows(self, finished_run: Run, broken: Any) -> None:
-        finished_run.results["test"] = {**split_results(), "confusion": broken, "per_class": None}
+    @pytest.mark.parametrize("damaged", [None, 5, [[1, 2]], [[1, None], [0, 1]], [1], [[math.nan]]])
+    def test_damaged_confusion_matrix_gives_no_rows(self, finished_run: Run, damaged: Any) -> None:
+        finished_run.results["test"] = {**split_results(), "confusion": damaged, "per_class": None}
         assert confused_pair_rows(finished_run, "test") == []
         assert class_rows(finished_run, "test") == []
 

@@ -30,7 +30,7 @@ FILES = ["model/config.json", "model/model.safetensors", "model/README.md"]
 FILES += ["metrics.jsonl", "results.json", "report.html"]
 
 CREATE, DECODE = "finetune.models.build.timm.create_model", "PIL.Image.open"
-# When to send the signal: at which call of which function; PIL.Image.open counts from decoding on.
+# The function and the call at which the signal is sent; PIL.Image.open counts from decoding on.
 BEFORE_TRAINING = {
     "building": (CREATE, 1),
     "inspecting sample images": (DECODE, 2),

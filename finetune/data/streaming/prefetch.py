@@ -61,11 +61,9 @@ class Prefetcher:
     def __init__(
         self, split: Split, images: StreamedImages, *, num_workers: int, timeout_seconds: float
     ) -> None:
-        self._streamed_images, self._num_workers, self._timeout_seconds = (
-            images,
-            num_workers,
-            timeout_seconds,
-        )
+        self._streamed_images = images
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
         self._decode_size = split.decode_size
         rows_N = split.image_rows
         self._groups_N = images.group_indices(rows_N)
@@ -93,10 +91,8 @@ class Prefetcher:
         pending: deque[_PendingBatch] = deque()
         remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
-        fetchers, decoders = (
-            DaemonThreadPool(_NUM_FETCH_THREADS, "fetch"),
-            DaemonThreadPool(self._num_workers, "decode"),
-        )
+        fetchers = DaemonThreadPool(_NUM_FETCH_THREADS, "fetch")
+        decoders = DaemonThreadPool(self._num_workers, "decode")
         try:
             while True:
                 while len(pending) < _MAX_BATCHES_AHEAD:

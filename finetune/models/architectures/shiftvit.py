@@ -242,7 +242,10 @@ class ShiftViT(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's parameter groups; patch merging belongs to the first block after it."""
+        """Return the regexes that group parameters by layer (timm's `group_matcher`).
+
+        A patch-merging layer is grouped with the block that follows it.
+        """
         fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
 

@@ -127,7 +127,7 @@ def transformers_classifier(pretrained: bool = False, **kwargs: Any) -> Transfor
 
 
 def _checkpoint_filter_fn(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Resize position embeddings with timm's method; PVT has them in every stage."""
+    """Resize the position embeddings (for PVT, those of every stage) with timm's method."""
     own = model.state_dict()
     for name, tensor in state.items():
         target = own.get(name)
@@ -150,7 +150,7 @@ def convert_state_dict(
     Args:
         tensors: content of the weights file, {name: tensor}.
         model_args: `Weights.model_args` from `resolve_classifier`.
-        source: name of the weights as the user gave it, for messages.
+        source: name of the weights as the user gave it, named in error messages.
     Raises: WeightsError if tensors are missing or have the wrong shape.
     """
     kernel = tensors.get(f"{CLASSIFIER_NAME}.weight", tensors.get(f"{CLASSIFIER_NAME}.1.weight"))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from finetune import host_resources
-from finetune import process_lifecycle as host_memory
 from finetune.host_resources import available_memory_bytes, num_cores, total_memory_bytes
 
 
@@ -56,7 +55,7 @@ def test_the_cpu_quota_of_a_container_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
     monkeypatch.setattr(host_resources, "_CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(host_memory.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(host_resources.os, "sched_getaffinity", lambda process: set(range(8)))
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")

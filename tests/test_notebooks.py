@@ -33,8 +33,8 @@ SECONDS = 1800  # of a cell; only a kernel that hangs takes so long
 # kept outputs are without them.
 UNDRAWN = """\
 import pytest
-from forked_runs import without_pictures
-without_pictures(pytest.MonkeyPatch())
+from forked_runs import disable_report_and_plots
+disable_report_and_plots(pytest.MonkeyPatch())
 """
 SHORT = {
     "1_quickstart": ["data.num_train=160", "data.num_test=40", "optim.epochs=1"],

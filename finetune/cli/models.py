@@ -120,9 +120,9 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     Drop an image to see its classes and the attention map.
     """
     if export_space:
-        from finetune.demo import space
+        from finetune.demo.space import export_space as write_space
 
-        written = space.export_space(model, export_space)
+        written = write_space(model, export_space)
         return CommandResult(written, f"{written['folder']}: {len(written['files'])} files")
     from finetune.demo.server import serve
 

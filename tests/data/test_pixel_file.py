@@ -155,7 +155,7 @@ def test_reads_back_the_table(file_descriptor: int) -> None:
     with pytest.raises(ValueError, match="other images"):
         read_pixel_table(file_descriptor, "b" * 64, 10)
     for num_images in (8, 9, 11):
-        with pytest.raises(ValueError, match=r"images|numbers"):
+        with pytest.raises(ValueError, match=r"indices|images|numbers"):
             read_pixel_table(file_descriptor, KEY, num_images)
 
 
@@ -222,5 +222,5 @@ def test_rejects_invalid_error_texts_with_a_valid_checksum(
     with monkeypatch.context() as patch:
         patch.setattr(pixel_file_module.json, "dumps", lambda _: json_text)
         rewrite_table(file_descriptor, table)
-    with pytest.raises(ValueError, match=r"unreadable image|images|index|Expecting|nested"):
+    with pytest.raises(ValueError, match=r"unreadable image|images|indices|index|Expecting|nested"):
         read_pixel_table(file_descriptor, KEY, 10)

@@ -233,10 +233,10 @@ def tree(
     hub: Any, request: Request, user: User | None, kind: str, name: str, revision: str, path: str
 ) -> Any:
     commit = find_commit(find_repository(hub, user, kind, name), revision)
-    found = list_folder(commit, path.strip("/"), recursive=request.has_flag("recursive"))
-    if not found and path:
+    entries = list_folder(commit, path.strip("/"), recursive=request.has_flag("recursive"))
+    if not entries and path:
         raise RequestRejected(404, f"{path} does not exist on {revision}", "EntryNotFound")
-    return found
+    return entries
 
 
 def list_folder(commit: Commit, folder: str, *, recursive: bool) -> list[dict[str, Any]]:
@@ -270,13 +270,13 @@ def paths_info(
         paths = request.json["paths"]
     else:
         paths = parse_qs(request.body.decode()).get("paths", [])
-    found = []
+    entries = []
     for path in (path.strip("/") for path in paths):
         if path in commit.files:
-            found.append(add_last_commit(file_entry(path, commit.files[path]), commit))
+            entries.append(add_last_commit(file_entry(path, commit.files[path]), commit))
         elif any(known.startswith(f"{path}/") for known in commit.files):
-            found.append(folder_entry(path, commit))
-    return found
+            entries.append(folder_entry(path, commit))
+    return entries
 
 
 def refs(hub: Any, request: Request, user: User | None, kind: str, name: str) -> Any:
@@ -333,13 +333,15 @@ def preupload(
     hub: Any, request: Request, user: User | None, kind: str, name: str, revision: str
 ) -> Any:
     commit = find_commit(find_writable_repository(hub, user, kind, name), revision)
-    found = []
+    entries = []
     for entry in request.json["files"]:
         mode = "lfs" if is_lfs(entry["path"], entry["size"]) else "regular"
         existing_file = commit.files.get(entry["path"])
         oid = existing_file.etag if existing_file else None
-        found.append({"path": entry["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-    return {"files": found}
+        entries.append(
+            {"path": entry["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+        )
+    return {"files": entries}
 
 
 def lfs_batch(hub: Any, request: Request, user: User | None, kind: str, name: str) -> Any:

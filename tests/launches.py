@@ -102,9 +102,9 @@ class Launch:
         """Wait until every process of the launch has ended. Returns: the seconds it took."""
         started = time.monotonic()
         while self.process.poll() is None or self.process_ids():
-            left = {pid: process_command(pid) for pid in self.process_ids()}
+            running = {pid: process_command(pid) for pid in self.process_ids()}
             assert time.monotonic() - started < timeout_seconds, (
-                f"still running: {left}\n{self.text}"
+                f"still running: {running}\n{self.text}"
             )
             time.sleep(0.05)
         return time.monotonic() - started
@@ -148,12 +148,12 @@ def launcher_command(launcher: str, num_processes: int) -> list[str]:
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
-        words = [LAUNCHERS[launcher], "--standalone", "--nproc_per_node", str(num_processes)]
+        arguments = [LAUNCHERS[launcher], "--standalone", "--nproc_per_node", str(num_processes)]
     else:
-        words = [LAUNCHERS[launcher], "--num_processes", str(num_processes)]
+        arguments = [LAUNCHERS[launcher], "--num_processes", str(num_processes)]
         if num_processes > 1:
-            words += ["--multi_gpu", "--main_process_port", "0"]
-    return [sys.executable, "-m", *words]
+            arguments += ["--multi_gpu", "--main_process_port", "0"]
+    return [sys.executable, "-m", *arguments]
 
 
 @contextlib.contextmanager
@@ -198,10 +198,13 @@ def launch_training(
     path.write_text(recipe)
     out = out or folder / name
     log = folder / f"{name}.log"
-    words = launcher_command(launcher, num_processes)
+    launcher_arguments = launcher_command(launcher, num_processes)
     if launcher_options is not None:
-        words = [*words[: words.index(LAUNCHERS[launcher]) + 1], *launcher_options]
-    command = [*command_prefix, *words, *program, "train", str(path), *overrides]
+        launcher_arguments = [
+            *launcher_arguments[: launcher_arguments.index(LAUNCHERS[launcher]) + 1],
+            *launcher_options,
+        ]
+    command = [*command_prefix, *launcher_arguments, *program, "train", str(path), *overrides]
     command += ["--out", str(out)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1", **(extra_environment or {})}
     with start_process(command, variables, out=out, log=log) as launch:

@@ -21,7 +21,7 @@ from finetune.data.streaming.remote_file import LocalFile
 from finetune.data.streaming.streamed_images import StreamedImages
 from finetune.hub import client
 
-REPO_NAME = "someone/colours"
+REPO_NAME = "someone/colors"
 ROW_GROUP_SIZE = 6  # rows
 CLASSES = ["red", "green", "blue"]
 

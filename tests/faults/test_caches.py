@@ -859,17 +859,17 @@ def test_fuzzed_cache_files(
 
     def check_pixels() -> None:
         with logged(messages):
-            found = pixel_cache.decode_with_cache(split, options, num_bytes=9)
-        assert isinstance(found, pixel_cache.DecodedSplit), found
-        assert np.array_equal(found.indices, range(NUM_IMAGES))
-        for image, reference in zip(found.images, expected, strict=True):
+            decoded = pixel_cache.decode_with_cache(split, options, num_bytes=9)
+        assert isinstance(decoded, pixel_cache.DecodedSplit), decoded
+        assert np.array_equal(decoded.indices, range(NUM_IMAGES))
+        for image, reference in zip(decoded.images, expected, strict=True):
             assert np.array_equal(image.permute(1, 2, 0).numpy(), reference)
 
     def check_features() -> None:
         key = path.stem.partition("-")[0]
         with logged(messages):
-            found = read_cached_features(path.parent, key, num_images=NUM_IMAGES)
-        assert found is None or np.array_equal(found, values_ND)
+            features = read_cached_features(path.parent, key, num_images=NUM_IMAGES)
+        assert features is None or np.array_equal(features, values_ND)
 
     @seed(7)
     @settings(

@@ -276,8 +276,8 @@ def test_other_output_on_a_full_disk(
     }
     disk.fill()
     check_child_error(run_command_in_child(*arguments[command]), "setup.disk_full", disk.path)
-    left = [entry for entry in disk.path.rglob("*") if entry.is_file()]
-    assert [entry.name for entry in left] == ["filler"]
+    files = [entry for entry in disk.path.rglob("*") if entry.is_file()]
+    assert [entry.name for entry in files] == ["filler"]
     fault("disk full: predict, eval, report, export, sheet", COMMANDS)
 
 

@@ -130,8 +130,8 @@ def test_two_runs_in_one_process(tmp_path: Path, fault) -> None:
     for name in ("run", "other/../run"):
         with refused("setup.in_use", tmp_path / name, os.getpid()):
             RunDir(tmp_path / name).open()
-    held = child_exit_code(lambda: RunDir(tmp_path / "run").open())
-    assert held == 5, "the refused run has dropped the lock"
+    exit_code = child_exit_code(lambda: RunDir(tmp_path / "run").open())
+    assert exit_code == 5, "the refused run has dropped the lock"
     first.close()
     first.open()
     first.close()

@@ -470,8 +470,8 @@ def test_hostile_names_in_the_served_demo(
     from finetune.inference import Classifier
 
     classifier = Classifier.load("run")
-    facts: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])
-    app = build_app(classifier, facts)
+    page_facts: Any = SimpleNamespace(title="<b>x", facts=["<b>y"], notes=["<b>z"], examples=[])
+    app = build_app(classifier, page_facts)
     for part in app.config["components"]:
         value = part["props"].get("value")
         if part["type"] == "html" and isinstance(value, str):

@@ -202,7 +202,7 @@ def test_a_second_signal_ends_the_process_without_saving(
     ) as resumed:
         resumed.wait_for_end()
         assert resumed.process.returncode == 0, resumed.text
-    fault("a second signal", "ends the process at once, without saving")
+    fault("a second signal", "ends the process immediately, without saving")
 
 
 @pytest.mark.faults

@@ -268,7 +268,7 @@ def test_a_pipe_without_a_reader(finished_run_folder: Path, fault: Any) -> None:
         control = subprocess.run(
             [sys.executable, control_program], stdout=write, stderr=subprocess.PIPE, text=True
         )
-        ours = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "finetune", "recipes", "schema"],
             cwd=REPOSITORY,
             stdout=write,
@@ -278,7 +278,7 @@ def test_a_pipe_without_a_reader(finished_run_folder: Path, fault: Any) -> None:
     finally:
         os.close(write)
     assert "BrokenPipeError" in control.stderr
-    assert (ours.returncode, ours.stderr) == (BROKEN_PIPE_EXIT_CODE, "")
+    assert (result.returncode, result.stderr) == (BROKEN_PIPE_EXIT_CODE, "")
     fault(
         "a reader that exits before the output",
         "141 without a message; Python alone prints an error (the control)",

@@ -184,6 +184,6 @@ def run_command(*arguments: str | Path) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def describe_result(done: ProcessResult) -> str:
+def describe_result(result: ProcessResult) -> str:
     """Describe how a process ended, for the page."""
-    return f"exit code {done.exit_code} after {done.seconds:.0f} s: {done.last_message[:240]}"
+    return f"exit code {result.exit_code} after {result.seconds:.0f} s: {result.last_message[:240]}"

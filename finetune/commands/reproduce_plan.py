@@ -52,7 +52,7 @@ _NUM_SMOKE_VALUES = 2  # number of seeds, and of values per grid key, in a smoke
 
 def _check_folder_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        problem = "expected a folder name of letters, digits, '.', '_' and '-'"
+        problem = "a folder name of letters, digits, '.', '_' and '-'"
         raise PydanticCustomError("name", "{cause}", {"cause": problem})
     return value
 

@@ -174,7 +174,7 @@ def _load_comparison_images(
                 open_full_data(section, recipe.run.seed), pipeline
             ), section.source
         except FinetuneError as error:
-            logger.info(
+            logger.warning(
                 f"{section.source}: the data cannot be read ({error}); comparing the logits on "
                 f"{_FALLBACK_SOURCE} instead"
             )

@@ -51,12 +51,12 @@ def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[
                     continue  # another process evicted it, or removed it as damaged
                 except ValueError as error:
                     cache.remove(name)
-                    logger.info(
+                    logger.warning(
                         f"{folder / name}: the file is damaged ({error}); computing the features "
                         "again"
                     )
     except OSError as error:
-        logger.info(f"{folder}: the feature cache is not used ({error}); computing the features")
+        logger.warning(f"{folder}: the feature cache is not used ({error}); computing the features")
     return None
 
 
@@ -117,7 +117,7 @@ def write_cached_features(
             cache.evict(max_bytes, keep_name=name, pattern=_FILE_NAME)
     except OSError as error:
         needed = format_bytes(values_ND.nbytes)
-        logger.info(
+        logger.warning(
             f"{folder}: the features ({needed}) are not kept ({error.strerror or error}), so the "
             "next run computes them again; free space, or set FINETUNE_CACHE to another folder"
         )

@@ -171,7 +171,7 @@ def load_or_compute_features(
             if split.is_unchanged():
                 write_cached_features(folder, key, values)
             else:
-                logger.info(
+                logger.warning(
                     f"split '{split.name}': its images changed during the computation, so the "
                     "features are not kept"
                 )

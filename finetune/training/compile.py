@@ -120,7 +120,7 @@ def should_compile(
     ):
         return False
     if missing := _missing_compile_dependency(device):
-        logger.info(
+        logger.warning(
             f"model.compile: not used, because {missing} is not installed; install it to speed up "
             "a run of this length"
         )

@@ -198,4 +198,4 @@ def _write_html_report(run: Path, split: Split | None) -> None:
     try:
         write_run_report(run, split=split)
     except FinetuneError as error:
-        logger.info(f"report.html is left out: {error}")
+        logger.warning(f"report.html is left out: {error}")

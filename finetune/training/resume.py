@@ -59,7 +59,7 @@ def start_or_resume(
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         for line in find_train_leakage(setup.source):
-            logger.info(line)
+            logger.warning(line)
     elif not record:
         raise CheckpointError(
             f"{run.path / 'run.json'}: the file is missing, so the data cannot be checked; "

@@ -314,7 +314,7 @@ def build_setup(
     source = _open_source(recipe)
     num_samples = len(source.splits["train"])
     if data.batch_size > num_samples:
-        logger.info(
+        logger.warning(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
             "each step uses some of them several times"
         )
@@ -326,7 +326,7 @@ def build_setup(
     eval_spec = data.eval or default_eval_spec(preprocessing)
     published_preprocessing = spec_to_preprocessing(preprocessing, eval_spec)
     if published_preprocessing is None:
-        logger.info(
+        logger.warning(
             f"data.eval: timm's hub format cannot store '{eval_spec}'; timm evaluates the "
             f"published model with '{default_eval_spec(preprocessing)}'"
         )
@@ -389,7 +389,7 @@ def _check_decode_size(size: int | None, preprocessing: Preprocessing) -> None:
             "remove it",
             code="recipe.conflict",
         )
-    logger.info(
+    logger.warning(
         "data.decode_size: timm's hub format has no such key; timm decodes JPEGs for the published "
         "model at full size"
     )
@@ -429,7 +429,7 @@ def _resolve_preprocessing(recipe: Recipe, built: BuiltModel) -> Preprocessing:
             f"data.{key}={value} instead of {getattr(built.preprocessing, key)}"
             for key, value in overrides.items()
         )
-        logger.info(
+        logger.warning(
             f"the recipe overrides the preprocessing of the pretrained weights: {listed}; remove "
             "the key unless this is intended"
         )

@@ -202,7 +202,7 @@ def _dry_run(trainer: TrainerState) -> dict[str, Any]:
     num_samples = run_on_main(trainer.accelerator, setup.count_readable_images)
     setup = setup.with_num_samples(num_samples)
     for warning in check_setup(setup):
-        logger.info(warning)
+        logger.warning(warning)
     return {**setup.plan(), **trainer.provenance()}
 
 
@@ -226,8 +226,10 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     resolve_micro_batch_size(trainer, train_loader, functools.partial(run_on_main, accelerator))
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")
-    for line in [*format_startup_summary(trainer), *check_setup(setup)]:
+    for line in format_startup_summary(trainer):
         logger.info(line)
+    for warning in check_setup(setup):
+        logger.warning(warning)
     return train_loader, val_loader
 
 

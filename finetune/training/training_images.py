@@ -205,4 +205,4 @@ def write_training_images(
     try:
         run.write_json(TRAINING_IMAGES_FILE, {"note": note, "rows": entries})
     except FinetuneError as error:  # must not fail the run
-        logger.info(f"{TRAINING_IMAGES_FILE} is left out: {error}")
+        logger.warning(f"{TRAINING_IMAGES_FILE} is left out: {error}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
+    "HUB_TOKEN",
     "CheckpointError",
     "DataError",
     "DivergedError",
@@ -29,7 +30,8 @@ __all__ = [
 _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
 )
-_SECRET_PATTERN = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=://)[^/\s@'\"]+(?=@)")
+HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_URL_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _LOADER_OUT_OF_MEMORY = (
     "failed to map segment",
     "Cannot allocate memory",
@@ -169,7 +171,7 @@ def redact_secrets(text: str) -> str:
     """
     for secret in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _SECRET_PATTERN.sub("***", text)
+    return _URL_USER_INFO.sub("***", HUB_TOKEN.sub("***", text))
 
 
 def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:

@@ -10,18 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hub_server import HubServer, point_clients_at, wait_until
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 from safetensors.torch import save
 
 from finetune.hub import client
-from finetune.publish import push as push_module
-from finetune.publish import upload
 
 WRITE_TOKEN, READ_TOKEN, OTHER_TOKEN = "hf_writewritewrite", "hf_readreadread", "hf_otherother"
 CARD = "---\nlibrary_name: timm\nlicense: mit\ntags: [timm]\n---\n# A small model\n"
@@ -42,26 +38,11 @@ def write_model_folder(folder: Path, *, value: float = 1.0, **files: str) -> Pat
     return folder
 
 
-class FailingFunction:
-    """A function that raises the given errors one after another, then returns "done"."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-        self.calls = 0
-
-    def __call__(self) -> str:
-        self.calls += 1
-        if self.errors:
-            raise self.errors.pop(0)
-        return "done"
-
-
 @pytest.fixture
 def sleep_durations(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace sleeps between retries; returns the list of their durations in seconds."""
     seconds: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=seconds.append, monotonic=lambda: 0))
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=seconds.append))
     return seconds
 
 
@@ -77,17 +58,8 @@ def hub(
         point_clients_at(hub, monkeypatch, tmp_path / "home", WRITE_TOKEN)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # for subprocesses
-        monkeypatch.setattr(push_module, "upload_in_subprocess", upload_in_process)
         yield hub
         assert hub.server_errors == []
-
-
-upload_in_subprocess = push_module.upload_in_subprocess
-
-
-def upload_in_process(hub: Any, job: upload.UploadJob) -> dict[str, Any]:
-    """Upload in this process: faster, and the patches of a test apply."""
-    return upload.upload_and_commit(job, lambda report: None)
 
 
 @contextlib.contextmanager

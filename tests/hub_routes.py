@@ -169,23 +169,6 @@ def create_repo(hub: Any, request: Request, user: User | None) -> Any:
     return {"url": url, "name": name, "id": name}
 
 
-def delete_repo(hub: Any, request: Request, user: User | None) -> Any:
-    body = request.json
-    kind = body.get("type") or "model"
-    name = f"{body.get('organization') or (user.name if user else '')}/{body['name']}"
-    find_writable_repository(hub, user, kind, name)
-    del hub.store.repositories[kind, name]
-    return {}
-
-
-def settings(hub: Any, request: Request, user: User | None, kind: str, name: str) -> Any:
-    repository = find_writable_repository(hub, user, kind, name)
-    body = request.json
-    if "private" in body or "visibility" in body:
-        repository.private = body.get("private", body.get("visibility") == "private")
-    return {"private": repository.private}
-
-
 def repo_info(
     hub: Any, request: Request, user: User | None, kind: str, name: str, revision: str = ""
 ) -> Any:
@@ -290,18 +273,6 @@ def refs(hub: Any, request: Request, user: User | None, kind: str, name: str) ->
     return {"branches": branches, "tags": tags, "converts": [], "pullRequests": []}
 
 
-def commits(
-    hub: Any, request: Request, user: User | None, kind: str, name: str, revision: str
-) -> Any:
-    repository = find_repository(hub, user, kind, name)
-    find_commit(repository, revision)
-    author = [{"user": name.split("/")[0]}]
-    return [
-        {"id": c.sha, "title": c.title, "message": "", "authors": author, "date": _DATE}
-        for c in repository.history(revision)
-    ]
-
-
 def branch(hub: Any, request: Request, user: User | None, kind: str, name: str, ref: str) -> Any:
     repository = find_writable_repository(hub, user, kind, name)
     if request.method == "DELETE":
@@ -311,18 +282,6 @@ def branch(hub: Any, request: Request, user: User | None, kind: str, name: str, 
     else:
         start = find_commit(repository, request.json.get("startingPoint") or MAIN)
         repository.branches[ref] = start.sha
-    return {}
-
-
-def tag(hub: Any, request: Request, user: User | None, kind: str, name: str, ref: str) -> Any:
-    repository = find_writable_repository(hub, user, kind, name)
-    if request.method == "DELETE":
-        repository.tags.pop(ref, None)
-        return {}
-    tag_name = request.json["tag"]
-    if tag_name in repository.tags:
-        raise RequestRejected(409, f"Tag reference exists already: {tag_name}")
-    repository.tags[tag_name] = find_commit(repository, ref).sha
     return {}
 
 
@@ -502,18 +461,14 @@ _REF = r"(?P<revision>[^/]+)"
 ROUTES: list[tuple[str, Callable[..., Any]]] = [
     (r"GET /api/whoami-v2", whoami),
     (r"POST /api/repos/create", create_repo),
-    (r"DELETE /api/repos/delete", delete_repo),
     (r"POST /api/validate-yaml", validate_yaml),
     (rf"GET {_API}", repo_info),
     (rf"GET {_API}/revision/{_REF}", repo_info),
     (rf"GET {_API}/tree/{_REF}(?P<path>/.*)?", tree),
     (rf"POST {_API}/paths-info/{_REF}", paths_info),
     (rf"GET {_API}/refs", refs),
-    (rf"GET {_API}/commits/{_REF}", commits),
     (rf"GET {_API}/auth-check(?P<write>/write)?", auth_check),
-    (rf"PUT {_API}/settings", settings),
     (rf"(?:POST|DELETE) {_API}/branch/(?P<ref>.+)", branch),
-    (rf"(?:POST|DELETE) {_API}/tag/(?P<ref>.+)", tag),
     (rf"GET {_API}/xet-write-token/{_REF}", xet_write_token),
     (rf"POST {_API}/preupload/{_REF}", preupload),
     (rf"POST {_API}/commit/{_REF}", commit),

@@ -11,24 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, is_offline_mode
-from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode
+from huggingface_hub.errors import HFValidationError
 
-from finetune.errors import DataError, FinetuneError, HubError
+from finetune.errors import DataError, HubError
 from finetune.hub.client import (
+    HubFileNotFoundError,
     TransientHubError,
-    expect_json,
-    is_connection_error,
-    monitor_requests,
-    permanent_hub_error,
+    hub_errors,
     redact,
     retry,
+    user_error,
 )
 from finetune.hub.download import verify_checksum
 from finetune.log import warn_once
 
 __all__ = [
     "cached_commit",
+    "download_configuration",
     "force_offline",
     "load_hub_dataset",
     "resolve_commit",
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _TIMEOUT_SECONDS = 10.0
+_CONFIGURATION_FILES = ("README.md", ".huggingface.yaml")  # which files make which split
 
 
 def load_hub_dataset(
@@ -59,11 +60,8 @@ def load_hub_dataset(
     """
     if is_offline_mode():
         return _load_cached(source, repo_id, config, revision)
-    has_copy = bool(_datasets_copies(repo_id))
     try:
-        return retry(
-            source, lambda: _load_online(source, repo_id, config, revision), has_copy=has_copy
-        )
+        return retry(source, lambda: _load_online(source, repo_id, config, revision))
     except TransientHubError as error:
         with force_offline():
             return _load_cached(source, repo_id, config, revision, error)
@@ -78,53 +76,54 @@ def _load_online(
     files_before = {
         path.resolve() for path in _repo_cache_folder(repo_id).rglob("*") if path.exists()
     }
-    with monitor_requests(all_threads=True) as monitor:
-        commit = resolve_commit(source, repo_id, revision)
-        try:
-            dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
-        except Exception as caught:  # `datasets` raises any type of error
-            error = caught
+    commit = resolve_commit(source, repo_id, revision)
+    download_configuration(source, repo_id, commit)
+    try:
+        dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
+    except Exception as caught:  # `datasets` raises any type of error
+        error = caught
     _check_downloaded_files(repo_id, commit, dataset_dict, files_before)
     loaded_commit = _recorded_commit(dataset_dict) if dataset_dict is not None else None
     if error is None and loaded_commit in (None, commit):
         return dataset_dict, commit
-    if monitor.last_error is not None or is_connection_error(error):
-        raise monitor.last_error or TransientHubError("the connection was dropped")
     if error is None:
-        raise TransientHubError(f"the revision moved to {commit} during the download")
-    raise to_user_error(source, revision, monitor.permanent_error() or error) from None
+        raise TransientHubError(f"the connection was dropped, or the revision moved to {commit}")
+    raise to_user_error(source, revision, error) from None
 
 
 def resolve_commit(source: str, repo_id: str, revision: str | None) -> str:
     """Request the commit of a revision from the Hub.
 
     Args: see `load_hub_dataset`.
-    Raises: same as `load_hub_dataset`; also TransientHubError inside `monitor_requests`.
+    Raises: same as `load_hub_dataset`; also TransientHubError.
     """
-    failure: Exception
     try:
-        with expect_json(source):
+        with hub_errors(source, revision, not_found_error=DataError, repo_noun="dataset"):
             info = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT_SECONDS)
-        return str(info.sha)
-    except (HTTPError, HFValidationError) as error:
-        failure = error
-    raise to_user_error(source, revision, failure)
+            return str(info.sha)
+    except HFValidationError as error:
+        raise to_user_error(source, revision, error) from None
+
+
+def download_configuration(source: str, repo_id: str, commit: str) -> None:
+    """Download the files that configure a dataset, because `datasets` ignores a failure to do so.
+
+    Raises: same as `resolve_commit`.
+    """
+    for name in _CONFIGURATION_FILES:
+        with (
+            contextlib.suppress(HubFileNotFoundError),
+            hub_errors(source, commit, not_found_error=DataError, repo_noun="dataset"),
+        ):
+            hf_hub_download(repo_id, name, repo_type="dataset", revision=commit)
 
 
 def to_user_error(source: str, revision: str | None, error: Exception) -> Exception:
     """Convert an error of huggingface_hub or `datasets` to a finetune error."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, (HTTPError, FinetuneError)):
-        cause = cause.__cause__
-    if isinstance(cause, FinetuneError):
-        return cause
-    hub_error = permanent_hub_error(
-        cause, source, revision, not_found_error=DataError, repo_noun="dataset"
-    )
+    hub_error = user_error(error, source, revision, not_found_error=DataError, repo_noun="dataset")
     if hub_error is not None:
         return hub_error
-    detail = redact(str(error), get_token())
-    message = f"{source}: cannot be loaded ({detail}); check the name and configuration"
+    message = f"{source}: cannot be loaded ({redact(str(error))}); check the name and configuration"
     return DataError(message, code="data.not_loadable")
 
 
@@ -188,7 +187,7 @@ def _load_cached(
     except Exception as error:
         if hub_error is None:
             raise to_user_error(source, revision, error) from None
-        detail = redact(str(error), get_token())
+        detail = redact(str(error))
         message = f"{source}: {cause}, and it is not cached ({detail}); try again later"
         raise HubError(message, code="hub.unreachable") from None
     commit = _recorded_commit(dataset_dict)

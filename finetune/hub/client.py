@@ -1,438 +1,248 @@
-"""Calls to the Hugging Face Hub: the HTTP client, the retry policy and the error messages.
+"""Calls to the Hugging Face Hub: time limits, error messages and retries.
 
-By default, huggingface_hub waits for a response without a time limit, sleeps as long as a busy
-server asks, retries some calls silently and never retries others. So this module replaces its HTTP
-client: each request has a timeout, each response a maximum size, and inside `monitor_requests` a
-failed request raises a `TransientHubError` immediately, which `retry` handles. huggingface_hub
-itself retries only uploads to the file store, chunk by chunk.
+Each call of huggingface_hub runs inside `hub_errors`, which turns its many exceptions into ours: a
+`TransientHubError` if a retry may succeed, which `retry` handles, else an error for the user.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import logging
 import os
 import re
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from huggingface_hub import constants, get_token, hf_raise_for_status, set_client_factory
+from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import _http
+from huggingface_hub.utils import parse_ratelimit_headers
 
-from finetune.errors import FinetuneError, HubError
-from finetune.log import logger, warn_once
-from finetune.ranks import is_main_process
+from finetune.errors import FinetuneError, HubError, redact_secrets
+from finetune.log import warn_once
 
 __all__ = [
-    "RequestMonitor",
+    "HubFileNotFoundError",
     "TransientHubError",
-    "describe_error",
-    "expect_json",
-    "http_status",
-    "is_connection_error",
-    "monitor_requests",
-    "parse_json_object",
-    "permanent_hub_error",
+    "call_hub",
+    "check_server_status",
+    "hub_errors",
     "redact",
     "retry",
     "token_source",
+    "user_error",
 ]
 
 MAX_TRIES = 5
 MAX_TRIES_UNREACHABLE = 2  # if no server responds at all
 FIRST_WAIT_SECONDS = 0.5  # doubled each time
 MAX_WAIT_SECONDS = 30.0  # even if the Hub asks for more
-NOTICE_INTERVAL_SECONDS = 20.0  # between two log lines about retries
-MAX_RESUMES = 2  # times that a download resumes at the same byte
 READ_TIMEOUT_SECONDS = 25.0  # between two chunks of a response
 WRITE_TIMEOUT_SECONDS = 120.0  # the Hub checks large files or assembles a commit
-MAX_RESPONSE_BYTES = 16 << 20  # one page of a file listing has a few hundred KiB
-MAX_RESPONSE_DEPTH = 50
 
+_BUSY_STATUSES = (408, 425, 429)  # besides 5xx
+# what huggingface_hub raises if a response does not have the structure that it relies on
+_STRUCTURE_ERRORS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# classes of httpx or httpx2, whichever huggingface_hub is built on
+_UNREACHABLE_ERRORS = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError")
+_PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
 _MAX_REASON_CHARS = 300  # limit for third-party text in a message
 # a library that rejects pickled objects also explains how to load them anyway
 _UNSAFE_LOADING_ADVICE = re.compile(r"weights.only|allow_pickle|trust_remote_code", re.IGNORECASE)
-_NON_BRACKET_BYTES = bytes(set(range(256)) - set(b"[]{}"))
-# optional requests of huggingface_hub, whose failures do not matter
-_OPTIONAL_REQUESTS = ("-harnesses", "/api/telemetry")
-
-# httpx or httpx2, whichever huggingface_hub is built on
-httpx: Any = importlib.import_module(HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
-_UNREACHABLE_ERRORS = (
-    httpx.ConnectError,
-    httpx.ConnectTimeout,
-    httpx.ProxyError,
-    httpx.PoolTimeout,
-)
-_PERMANENT_ERRORS = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 T = TypeVar("T")
 
 
 class TransientHubError(Exception):
-    """A temporary failure: no connection, a dropped connection or a server error.
+    """A temporary failure: no connection, a dropped connection or a busy server.
 
     Attributes:
-        request: method and path of the failed request; `retry` counts the tries per request.
-        retry_after_seconds: time that the server asks to wait; None if it does not say.
-        is_unreachable: True if no server responded.
         code: error code to report if the failure persists.
-        num_tries: number of tries of this request when `retry` gave up.
+        is_unreachable: True if no server responded.
+        retry_after_seconds: time that the server asks to wait; None if it does not say.
     """
 
     def __init__(
         self,
-        reason: str,
+        cause: str,
         *,
-        retry_after_seconds: float | None = None,
-        is_unreachable: bool = False,
         code: str = "hub.out_of_order",
+        is_unreachable: bool = False,
+        retry_after_seconds: float | None = None,
     ) -> None:
-        super().__init__(reason)
+        super().__init__(cause)
         self.code = code
-        self.request = ""
-        self.retry_after_seconds = retry_after_seconds
         self.is_unreachable = is_unreachable
-        self.num_tries = 1
+        self.retry_after_seconds = retry_after_seconds
 
 
-# --- huggingface_hub's client --------------------------------------------------------------------
+class HubFileNotFoundError(HubError):
+    """The repository exists, but not the file."""
+
+    code = "hub.not_found"
 
 
-class _BoundedClient(httpx.Client):
-    """HTTP client for huggingface_hub with timeouts, size limits and request monitors."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            event_hooks={"request": [_http.hf_request_event_hook]},
-            follow_redirects=True,
-            timeout=None,  # `_send_bounded` sets one per request
-        )
-
-    def send(self, request: Any, **options: Any) -> Any:
-        """Send a request through the active monitor of this thread, or of all threads, if any."""
-        monitor = next(
-            (w for w in reversed(_active_monitors) if w.covers_thread(threading.get_ident())), None
-        )
-        if monitor is None:
-            return self._send_bounded(request, **options)
-        return monitor.send(self._send_bounded, request, **options)
-
-    def _send_bounded(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        path = urlsplit(str(request.url)).path
-        max_seconds = (
-            WRITE_TIMEOUT_SECONDS if request.method in ("POST", "PUT") else READ_TIMEOUT_SECONDS
-        )
-        # without a timeout from its caller, huggingface_hub passes None, which waits forever
-        timeouts = request.extensions.get("timeout", {})
-        request.extensions["timeout"] = {
-            name: min(timeouts.get(name) or max_seconds, max_seconds)
-            for name in ("connect", "read", "write", "pool")
-        }
-        is_api = str(request.url).startswith(constants.ENDPOINT) and "/resolve/" not in path
-        response = super().send(request, stream=stream or is_api, **options)
-        if (_retry_after_seconds(response) or 0.0) > MAX_WAIT_SECONDS:
-            response.headers["retry-after"] = f"{MAX_WAIT_SECONDS:.0f}"
-            response.headers.pop("ratelimit", None)
-        return response if stream or not is_api else _read_bounded_response(response)
-
-
-def _read_bounded_response(response: Any) -> Any:
-    """Read an API response. Raises: HubError if it is too large or nested too deeply."""
-    url = str(response.request.url).partition("?")[0]
-    pieces, size, depth = [], 0, 0
-    try:
-        for piece in response.iter_bytes():
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_RESPONSE_BYTES:
-                _raise_wrong_response(url, f"more than {MAX_RESPONSE_BYTES >> 20} MiB")
-    finally:
-        response.close()
-    body = b"".join(pieces)
-    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    between_strings = b"".join(unescaped.split(b'"')[::2])
-    for bracket in between_strings.translate(None, _NON_BRACKET_BYTES):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_RESPONSE_DEPTH:
-            _raise_wrong_response(url, f"nested more than {MAX_RESPONSE_DEPTH} levels")
-    if response.status_code >= 400:
-        body = _sanitize_error_body(body)
-    encoded = ("content-encoding", "content-length", "transfer-encoding")
-    headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() not in encoded]
-    return httpx.Response(
-        response.status_code,
-        headers=headers,
-        content=body,
-        request=response.request,
-        extensions=response.extensions,
-        history=response.history,
-    )
-
-
-def _sanitize_error_body(body: bytes) -> bytes:
-    """Replace an error body by `{}` if it lacks the structure that huggingface_hub relies on."""
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return body  # plain text
-    errors = (data.get("errors") or []) if isinstance(data, dict) else None
-    is_usual = isinstance(errors, list) and all(isinstance(error, dict) for error in errors)
-    return body if is_usual else b"{}"
-
-
-def _raise_wrong_response(display_name: str, problem: str) -> NoReturn:
-    raise HubError(
-        f"{display_name}: unexpected response from the hub ({problem}); check HF_ENDPOINT and the "
-        "proxy, or try again later",
-        code="hub.wrong_answer",
-    )
-
-
-def parse_json_object(response: Any, display_name: str) -> dict[str, Any]:
-    """Parse a response that must be a JSON object. Its size is already limited.
-
-    Raises: HubError(code="hub.wrong_answer") for anything else.
-    """
-    try:
-        data = response.json()
-    except ValueError:
-        data = None
-    if not isinstance(data, dict):
-        _raise_wrong_response(display_name, "not a JSON object")
-    return data
+# --- errors --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def expect_json(display_name: str) -> Iterator[None]:
-    """Context manager: raise a HubError if the structure of a response is not as expected.
+def hub_errors(
+    display_name: str,
+    revision: str | None = None,
+    *,
+    not_found_error: type[FinetuneError] = HubError,
+    repo_noun: str = "repository",
+) -> Iterator[None]:
+    """Context manager for calls of huggingface_hub: limit their waits and translate their errors.
 
-    Raises: HubError(code="hub.wrong_answer").
+    Args:
+        display_name: the repository as the user typed it, for messages.
+        revision: branch, tag or commit that is read; None for the newest.
+        not_found_error: error class for a missing repository or revision.
+        repo_noun: word for the repository in messages, such as dataset.
+    Raises: TransientHubError if a retry may succeed; HubError if the Hub denies access or its
+        response makes no sense; `not_found_error`.
     """
+    _limit_waits()
     try:
         yield
-        return
-    except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
-        problem = type(error).__name__
-    _raise_wrong_response(
-        display_name, problem
-    )  # outside `except`, so that the traceback does not contain the response
-
-
-# --- request monitors -----------------------------------------------------------------------------
-
-
-class RequestMonitor:
-    """Monitors huggingface_hub's requests during one call.
-
-    Args:
-        storage_hosts: hosts that are known to serve the Hub's large files.
-        thread_id: thread whose requests are monitored; None for all threads.
-        server_name: name of the server in error messages.
-    Attributes:
-        last_error: the last TransientHubError, even if a library caught it and continued.
-        etag: ETag of the last requested file.
-    """
-
-    def __init__(
-        self,
-        storage_hosts: Iterable[str] = (),
-        *,
-        thread_id: int | None = None,
-        server_name: str = "the hub",
-    ) -> None:
-        self._server_name = server_name
-        self.last_error: TransientHubError | None = None
-        self.etag: str | None = None
-        self._refused_response: Any = None
-        self._storage_hosts = set(storage_hosts)
-        self._thread_id = thread_id
-        self._download_starts: Counter[tuple[str, str]] = Counter()
-
-    def covers_thread(self, thread_id: int) -> bool:
-        """True if the monitor covers requests of this thread."""
-        return self._thread_id in (None, thread_id)
-
-    def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-        """Send a request. Raises: TransientHubError immediately for a temporary failure."""
-        if not self._is_monitored(request):
-            return send(request, **options)
-        self._count_resumes(request)
-        try:
-            response = send(request, **options)
-        except httpx.TransportError as error:
-            if isinstance(error, _PERMANENT_ERRORS):
-                raise
-            is_unreachable = isinstance(error, _UNREACHABLE_ERRORS)
-            transient_error = TransientHubError(
-                _unreachable_message(error, self._server_name),
-                is_unreachable=is_unreachable,
-                code="hub.unreachable",
-            )
-        else:
-            classified = self._classify_response(request, response)
-            if classified is None:
-                return response
-            response.close()
-            transient_error = classified
-        transient_error.request = f"{request.method} {request.url.path}"
-        raise self._record_error(
-            transient_error
-        )  # outside `except`, so that the traceback does not contain the request
-
-    def permanent_error(self) -> Exception | None:
-        """Return huggingface_hub's error for the last denied request; None if none was denied.
-
-        huggingface_hub itself may hide this error and silently use a cached copy.
-        """
-        if self._refused_response is None:
-            return None
-        try:
-            hf_raise_for_status(self._refused_response)
-        except HfHubHTTPError as error:
-            return error
-        return None
-
-    def _record_error(self, error: TransientHubError) -> TransientHubError:
-        self.last_error = error
-        return error
-
-    def _count_resumes(self, request: Any) -> None:
-        """Limit how often a download resumes at the same byte; each resume costs one second."""
-        if request.method != "GET" or "/api/" in request.url.path:
-            return
-        key = (str(request.url), request.headers.get("range", ""))
-        self._download_starts[key] += 1
-        if self._download_starts[key] > 1 + MAX_RESUMES:
-            raise self._record_error(TransientHubError("the connection is dropped repeatedly"))
-
-    def _is_monitored(self, request: Any) -> bool:
-        # storage hosts may include a second host of the Hub, which serves its small files
-        known = request.url.host in self._storage_hosts or str(request.url).startswith(
-            constants.ENDPOINT
+    except HFValidationError:
+        raise  # the caller knows which name it asked for
+    except Exception as error:
+        known = user_error(
+            error, display_name, revision, not_found_error=not_found_error, repo_noun=repo_noun
         )
-        return known and not any(part in request.url.path for part in _OPTIONAL_REQUESTS)
+        if known is None and isinstance(error, _STRUCTURE_ERRORS):
+            known = HubError(
+                f"{display_name}: unexpected response from the hub ({type(error).__name__}); check "
+                "HF_ENDPOINT and the proxy, or try again later",
+                code="hub.wrong_answer",
+            )
+        if known is None or known is error:
+            raise
+        raise known from None  # the original error may show a response that repeats the token
 
-    def _classify_response(self, request: Any, response: Any) -> TransientHubError | None:
-        status, code = response.status_code, response.headers.get("x-error-code")
-        is_file = "/resolve/" in request.url.path
-        if is_file and response.headers.get("location"):
-            self._storage_hosts.add(
-                urlsplit(response.headers["location"]).hostname or request.url.host
-            )
-        if is_file and status < 400:
-            etag = response.headers.get("x-linked-etag") or response.headers.get("etag") or ""
-            self.etag = etag.removeprefix("W/").strip('"') or self.etag
-        if status in (408, 425, 429) or status >= 500:  # temporary
-            return TransientHubError(
-                _status_message(response, server_name=self._server_name),
-                retry_after_seconds=_retry_after_seconds(response),
-            )
-        is_store = not is_file and not str(request.url).startswith(constants.ENDPOINT)
-        if is_store and request.method == "GET":  # its signed URLs expire
-            return (
-                TransientHubError(f"the file store returned {status}")
-                if 400 <= status != 416
-                else None
-            )
-        if status in (401, 403) or code in ("RepoNotFound", "GatedRepo"):
-            self._refused_response = response
+
+def user_error(
+    error: BaseException,
+    display_name: str,
+    revision: str | None = None,
+    *,
+    not_found_error: type[FinetuneError] = HubError,
+    repo_noun: str = "repository",
+) -> Exception | None:
+    """Translate an error of a request to the Hub, which other libraries may have wrapped.
+
+    Args: see `hub_errors`.
+    Returns: a TransientHubError or a FinetuneError; None if no request caused the error.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (TransientHubError, FinetuneError)):
+            return cause
+        if "Consistency check failed" in str(cause):  # huggingface_hub's message for missing bytes
+            return TransientHubError("the connection was dropped")
+        if isinstance(cause, HTTPError):
+            break
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
+    response = getattr(cause, "response", None)
+    if response is None:
+        text = redact(f"{type(cause).__name__}: {cause}").rstrip(": ")
+        if type(cause).__name__ in _PERMANENT_ERRORS:
+            return HubError(
+                f"{display_name}: the hub cannot be used ({text}); check HF_ENDPOINT",
+                code="hub.wrong_answer",
+            )
+        return TransientHubError(
+            f"the hub cannot be reached ({text})",
+            code="hub.unreachable",
+            is_unreachable=type(cause).__name__ in _UNREACHABLE_ERRORS,
+        )
+    login_hint = (
+        "check the permissions of your token" if get_token() else "log in with `hf auth login`"
+    )
+    status, detail = response.status_code, getattr(cause, "server_message", None)
+    not_found = f"{not_found_error.code}.not_found"
+    if isinstance(cause, GatedRepoError):
+        return HubError(
+            f"{display_name}: this is a gated repository; accept its terms on the Hub, then run "
+            "`hf auth login`",
+            code="hub.forbidden",
+        )
+    if isinstance(cause, RemoteEntryNotFoundError):
+        return HubFileNotFoundError(f"{display_name}: no such file on the hub; check its name")
+    if isinstance(cause, RevisionNotFoundError):
+        return not_found_error(
+            f"{display_name}: no such revision; remove '@{revision}' for the newest", code=not_found
+        )
+    if isinstance(cause, RepositoryNotFoundError):
+        return not_found_error(
+            f"{display_name}: no such {repo_noun}, or it is private; check the name, or "
+            f"{login_hint}",
+            code=not_found,
+        )
+    try:
+        check_server_status(response, detail=detail)
+    except TransientHubError as busy:
+        return busy
+    text = _describe_status(response, detail=detail)
+    if status == 401 and get_token():
+        return HubError(
+            f"{display_name}: the hub rejects the token of {token_source()} (401); create a new "
+            "one and run `hf auth login`, or unset it to read public data",
+            code="hub.forbidden",
+        )
+    if status in (401, 403):
+        return HubError(f"{display_name}: {text}; {login_hint}", code="hub.forbidden")
+    hint = "check HF_ENDPOINT, or try again later"
+    if "/xet-" in str(response.request.url):
+        hint = "set HF_HUB_DISABLE_XET=1 to use plain HTTP instead of Xet storage"
+    return HubError(f"{display_name}: {text}; {hint}", code="hub.out_of_order")
 
 
-_active_monitors: list[RequestMonitor] = []
-_monitor_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def monitor_requests(*, all_threads: bool = False) -> Iterator[RequestMonitor]:
-    """Context manager: monitor huggingface_hub's requests, so that it raises instead of waiting.
+def check_server_status(
+    response: Any, *, server_name: str = "the hub", detail: str | None = None
+) -> None:
+    """Raise TransientHubError if a server is busy or broken, or if a signed URL has expired.
 
     Args:
-        all_threads: monitor all threads, not only this one, because `datasets` uses helper threads.
+        response: response of httpx.
+        server_name: name of the server in messages.
+        detail: the server's own words, if known.
     """
-    if _http._GLOBAL_CLIENT_FACTORY is _http.default_client_factory:  # else: set by the program
-        set_client_factory(_BoundedClient)
-    monitor = RequestMonitor(thread_id=None if all_threads else threading.get_ident())
-    # huggingface_hub's warnings contain signed URLs; `retry` logs retries instead
-    logger = logging.getLogger("huggingface_hub.file_download")
-    with _monitor_lock:
-        _active_monitors.append(monitor)
-        logger.addFilter(_is_not_retry_warning)
-        try:
-            yield monitor
-        finally:
-            _active_monitors.remove(monitor)
-            logger.removeFilter(_is_not_retry_warning)
+    status = response.status_code
+    is_file_store = response.request.method == "GET" and not str(response.request.url).startswith(
+        constants.ENDPOINT
+    )
+    if status in _BUSY_STATUSES or status >= 500 or (is_file_store and status == 403):
+        limit = parse_ratelimit_headers(response.headers)
+        seconds = response.headers.get("retry-after", "")
+        if limit is not None and limit.remaining == 0:
+            seconds = str(limit.reset_in_seconds)
+        raise TransientHubError(
+            _describe_status(response, server_name=server_name, detail=detail),
+            retry_after_seconds=float(seconds) if seconds.isdecimal() else None,
+        )
 
 
-def _is_not_retry_warning(record: logging.LogRecord) -> bool:
-    return "Error while downloading" not in str(record.msg)
+def _describe_status(
+    response: Any, *, server_name: str = "the hub", detail: str | None = None
+) -> str:
+    words = detail or response.headers.get("x-error-message") or response.reason_phrase
+    words = redact(str(words))
+    return f"{server_name} returned {response.status_code}{f' ({words})' if words else ''}"
 
 
-def _retry_after_seconds(response: Any) -> float | None:
-    """Return the wait in seconds that a retry-after or ratelimit header requests; None if none."""
-    headers = response.headers
-    if str(headers.get("retry-after", "")).strip().isdigit():
-        return float(headers["retry-after"])
-    window = re.search(r"\br\s*=\s*0\b.*?\bt\s*=\s*(\d+)", str(headers.get("ratelimit", "")))
-    return float(window[1]) if window else None
-
-
-# --- retries --------------------------------------------------------------------------------------
-
-
-def retry(display_name: str, call: Callable[[], T], *, has_copy: bool = False) -> T:
-    """Call a function until it succeeds, up to a limited number of tries.
-
-    A call may send many requests; the limit applies to each of them. Logs each distinct
-    failure once, and during a long outage about every 20 seconds.
-
-    Args:
-        display_name: name of what is read or written, for log lines.
-        call: function that raises TransientHubError for temporary failures.
-        has_copy: True if a cached copy exists; then give up after one try if no server responds.
-    Raises: the last TransientHubError, and any other error of `call`.
-    """
-    last_notice = time.monotonic()
-    failures: Counter[str] = Counter()
-    while True:
-        try:
-            return call()
-        except TransientHubError as error:
-            failures[error.request] += 1
-            error.num_tries = failures[error.request]
-            few = 1 if has_copy else MAX_TRIES_UNREACHABLE
-            if error.num_tries >= (few if error.is_unreachable else MAX_TRIES):
-                raise
-            seconds = FIRST_WAIT_SECONDS * 2 ** (error.num_tries - 1)
-            seconds = seconds if error.retry_after_seconds is None else error.retry_after_seconds
-            seconds = min(seconds, MAX_WAIT_SECONDS)
-            notice = f"{display_name}: {error}; trying again"
-            if seconds + time.monotonic() - last_notice < NOTICE_INTERVAL_SECONDS:
-                warn_once(notice)
-            elif is_main_process():
-                last_notice = time.monotonic()
-                logger.info(f"{notice} in {seconds:.0f} s")
-            time.sleep(seconds)
-
-
-# --- error messages -------------------------------------------------------------------------------
-
-
-def redact(text: str, token: str | None) -> str:
+def redact(text: str) -> str:
     """Prepare third-party text for a message: one line, limited length, no tokens.
 
     A response may repeat the request's headers, with the token. A text with advice on loading
@@ -440,88 +250,11 @@ def redact(text: str, token: str | None) -> str:
     """
     if _UNSAFE_LOADING_ADVICE.search(text):
         return "it holds Python objects or code, which are never loaded because they could run code"
-    text = text.replace(token, "***") if token else text
-    text = re.sub(r"(?i)\bbearer\s+[^\s'\",}]+", "Bearer ***", text)
-    text = " ".join(re.sub(r"\bhf_[A-Za-z0-9]{8,}", "***", text).split())
-    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
-
-
-def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of a huggingface_hub error; None if it has none."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _unreachable_message(error: BaseException, server_name: str = "the hub") -> str:
-    text = f"{type(error).__name__}: {error}"
-    return f"{server_name} cannot be reached ({redact(text, get_token()).rstrip(': ')})"
-
-
-def _status_message(response: Any, detail: str | None = None, server_name: str = "the hub") -> str:
-    """Describe the status of a response, with the server's message if it sent one."""
-    words = detail or response.headers.get("x-error-message") or response.reason_phrase
-    words = redact(str(words), get_token())
-    return f"{server_name} returned {response.status_code}{f' ({words})' if words else ''}"
-
-
-def describe_error(error: BaseException) -> tuple[str, str]:
-    """Describe a huggingface_hub error, without tokens. Returns: one line, and the error code."""
-    response = getattr(error, "response", None)
-    if isinstance(error, httpx.TooManyRedirects):
-        return "the hub redirects endlessly", "hub.wrong_answer"
-    if response is None:
-        return _unreachable_message(error), "hub.unreachable"
-    status = response.status_code
-    code = "hub.forbidden" if status in (401, 403) else "hub.out_of_order"
-    return _status_message(response, getattr(error, "server_message", None)), code
-
-
-def permanent_hub_error(
-    error: BaseException | None,
-    display_name: str,
-    revision: str | None,
-    *,
-    not_found_error: type[FinetuneError],
-    repo_noun: str = "repository",
-) -> FinetuneError | None:
-    """Convert a permanent failure to a finetune error; None for any other failure.
-
-    Args:
-        not_found_error: error class for a missing repository or revision.
-        repo_noun: word for the repository in messages, such as dataset.
-    """
     token = get_token()
-    login_hint = "check the permissions of your token" if token else "log in with `hf auth login`"
-    status = http_status(error) if error is not None else None
-    not_found = f"{not_found_error.code}.not_found"
-    token_text = f"in {source}" if (source := token_source()).isupper() else f"of {source}"
-    if isinstance(error, GatedRepoError):
-        return HubError(
-            f"{display_name}: this is a gated repository; accept its terms on the Hub, then run "
-            "`hf auth login`",
-            code="hub.forbidden",
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return not_found_error(
-            f"{display_name}: no such revision; remove '@{revision}' for the newest", code=not_found
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return not_found_error(
-            f"{display_name}: no such {repo_noun}, or it is private; check the name, or "
-            f"{login_hint}",
-            code=not_found,
-        )
-    if status == 401 and token:
-        return HubError(
-            f"{display_name}: the hub rejects the token {token_text} (401); create a new one and "
-            f"run `hf auth login`, or unset it to read public data",
-            code="hub.forbidden",
-        )
-    if isinstance(error, (HfHubHTTPError, httpx.TooManyRedirects)):
-        text, code = describe_error(error)
-        hint = login_hint if code == "hub.forbidden" else "check HF_ENDPOINT, or try again later"
-        return HubError(f"{display_name}: {text}; {hint}", code=code)
-    return None
+    text = redact_secrets(text.replace(token, "***") if token else text)
+    text = re.sub(r"(?i)\bbearer\s+[^\s'\",}]+", "Bearer ***", text)
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 
 def token_source() -> str:
@@ -530,12 +263,70 @@ def token_source() -> str:
     return next((name for name in names if os.environ.get(name)), "the login")
 
 
-def is_connection_error(error: BaseException | None) -> bool:
-    """True if a dropped connection caused the error, even if libraries have wrapped it."""
-    while error is not None:
-        if isinstance(error, httpx.TransportError) and not isinstance(error, _PERMANENT_ERRORS):
-            return True
-        if "Consistency check failed" in str(error):  # huggingface_hub's message for missing bytes
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+# --- time limits and retries ---------------------------------------------------------------------
+
+
+def _limit_waits() -> None:
+    """Limit the waits of huggingface_hub's current session; some of its calls would wait forever.
+
+    A hook instead of another client keeps the proxies and certificates that a program has set.
+    """
+    session = get_session()
+    hooks = session.event_hooks
+    if _set_timeouts not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _set_timeouts]}
+
+
+def _set_timeouts(request: Any) -> None:
+    is_write = request.method in ("POST", "PUT")
+    seconds = WRITE_TIMEOUT_SECONDS if is_write else READ_TIMEOUT_SECONDS
+    timeouts = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        name: timeouts.get(name) or seconds for name in ("connect", "read", "write", "pool")
+    }
+
+
+def retry(display_name: str, call: Callable[[], T]) -> T:
+    """Call a function until it succeeds, up to a limited number of tries.
+
+    Args:
+        display_name: name of what is read or written, for log lines.
+        call: function that raises TransientHubError for temporary failures.
+    Raises: the last TransientHubError, and any other error of `call`.
+    """
+    num_tries = 0
+    while True:
+        try:
+            return call()
+        except TransientHubError as error:
+            num_tries += 1
+            if num_tries >= (MAX_TRIES_UNREACHABLE if error.is_unreachable else MAX_TRIES):
+                raise
+            seconds = error.retry_after_seconds
+            if seconds is None:
+                seconds = FIRST_WAIT_SECONDS * 2 ** (num_tries - 1)
+            warn_once(f"{display_name}: {error}; trying again")
+        time.sleep(min(seconds, MAX_WAIT_SECONDS))
+
+
+def call_hub(display_name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call a function of huggingface_hub with retries. Raises: HubError if it fails."""
+
+    def call() -> T:
+        with hub_errors(display_name):
+            return function(*args, **options)
+
+    try:
+        return retry(display_name, call)
+    except TransientHubError as error:
+        raise HubError(f"{display_name}: {error}; try again later", code=error.code) from None
+
+
+def _shorten_urls(record: logging.LogRecord) -> bool:
+    """Filter for log records: huggingface_hub's warnings contain signed URLs."""
+    record.msg, record.args = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", record.getMessage()), ()
+    return True
+
+
+for _handler in logging.getLogger("huggingface_hub").handlers:
+    _handler.addFilter(_shorten_urls)

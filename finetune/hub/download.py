@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from huggingface_hub import get_token, hf_hub_download, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+)
 from torch import hub
 
 from finetune.errors import HubError, WeightsError
 from finetune.files import file_sha256, git_blob_sha1
-from finetune.hub.client import (
-    RequestMonitor,
-    TransientHubError,
-    is_connection_error,
-    monitor_requests,
-    permanent_hub_error,
-    redact,
-    retry,
-)
+from finetune.hub.client import HubFileNotFoundError, TransientHubError, hub_errors, redact, retry
 from finetune.log import warn_once
 
 __all__ = [
@@ -102,11 +104,19 @@ def download_hub_file(
         cached_path = _find_cached(where, repo_id, filename, revision)
         if is_offline_mode():
             return _use_cached(where, filename, cached_path, "HF_HUB_OFFLINE is set")
-        return _Download(where, repo_id, filename, revision).run(cached_path)
+        return retry(where, lambda: _download_once(where, repo_id, filename, revision))
     except HFValidationError as error:
         raise WeightsError(
             f"{where}: not a repository name; write hf-hub:owner/name", code="weights.unknown_name"
         ) from error
+    except TransientHubError as error:
+        if cached_path is not None and cached_path.exists():
+            return _use_cached(where, filename, cached_path, str(error))
+        raise HubError(
+            f"{where}: {filename} could not be fetched: {error}; try again later, or pass a local "
+            "folder",
+            code=error.code,
+        ) from None
 
 
 def _find_cached(
@@ -144,101 +154,51 @@ def _use_cached(
     return CachedHubFile(cached_path, commit, sha256 or None)
 
 
-class _Download:
-    """Download of one file, with retries."""
+def _download_once(
+    display_name: str, repo_id: str, filename: str, revision: str | None
+) -> CachedHubFile:
+    """Download a file, unless it is cached, and verify its checksum.
 
-    def __init__(
-        self, display_name: str, repo_id: str, filename: str, revision: str | None
-    ) -> None:
-        self.display_name = display_name
-        self.repo_id = repo_id
-        self.filename = filename
-        self.revision = revision
-        self.damaged_path: Path | None = None
-
-    def run(self, cached_path: Path | None) -> CachedHubFile:
-        """Download with retries; if all fail, fall back to the cached copy."""
-        try:
-            return retry(self.display_name, self._try_once, has_copy=cached_path is not None)
-        except TransientHubError as error:
-            cause, code = str(error), error.code
-            if self.damaged_path is not None and not error.is_unreachable:
-                # timm and transformers load cached files without verifying them
-                self.damaged_path.resolve().unlink(missing_ok=True)
-            if cached_path is not None and (
-                error.is_unreachable
-                or (cached_path.exists() and verify_checksum(cached_path) is not None)
-            ):
-                return _use_cached(self.display_name, self.filename, cached_path, cause)
+    Raises: see `download_hub_file`; TransientHubError if a retry may succeed.
+    """
+    try:
+        with hub_errors(display_name, revision, not_found_error=WeightsError):
+            commit = etag = None
+            # if the Hub fails or denies access, `hf_hub_download` silently returns a cached copy;
+            # if the file does not exist, it raises the same error and remembers that offline
+            with contextlib.suppress(RemoteEntryNotFoundError):
+                metadata = get_hf_file_metadata(hf_hub_url(repo_id, filename, revision=revision))
+                commit, etag = metadata.commit_hash, metadata.etag
+            path = Path(hf_hub_download(repo_id, filename, revision=revision))
+    except HubFileNotFoundError:
+        raise _FileNotInRepoError(
+            f"{display_name}: no file {filename}; choose a repository in timm format"
+        ) from None
+    except LocalEntryNotFoundError:  # a response without the Hub's headers
         raise HubError(
-            f"{self.display_name}: {self.filename} could not be fetched: {cause}; try again "
-            f"later, or pass a local folder",
-            code=code,
-        )
-
-    def _try_once(self) -> CachedHubFile:
-        with monitor_requests() as monitor:
-            path = self._request_file(monitor)
-        sha256 = verify_checksum(path, monitor.etag)
-        if sha256 is None:
-            self.damaged_path = path
-            raise TransientHubError(f"{self.filename} arrived with a wrong checksum")
-        return CachedHubFile(path, _commit_from_path(path), sha256 or None)
-
-    def _request_file(self, monitor: RequestMonitor) -> Path:
-        """Request the file once; a forced download replaces the damaged file atomically."""
-        error: Exception | None = None
-        try:
-            path = hf_hub_download(
-                self.repo_id,
-                self.filename,
-                revision=self.revision,
-                force_download=self.damaged_path is not None,
-            )
-        except (TransientHubError, HFValidationError):
-            raise
-        except Exception as caught:
-            error = caught
-        # If access is denied, huggingface_hub silently returns a cached copy.
-        error = monitor.permanent_error() or error
-        if error is None:
-            return Path(path)
-        self._raise_user_error(error)
-
-    def _raise_user_error(self, error: Exception) -> NoReturn:
-        text = redact(str(error), get_token())
-        if is_connection_error(error):
-            raise TransientHubError(f"the connection was dropped ({text})") from None
-        if re.search("hf_xet|xet-read-token|Xet", f"{type(error)} {error}"):
-            raise HubError(
-                f"{self.display_name}: {self.filename} cannot be read from Xet storage ({text}); "
-                f"set HF_HUB_DISABLE_XET=1 to download it over plain HTTP",
-                code="hub.xet",
-            ) from None
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise _FileNotInRepoError(
-                f"{self.display_name}: no file {self.filename}; choose a repository in timm format"
-            ) from None
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-        permanent_error = permanent_hub_error(
-            cause, self.display_name, self.revision, not_found_error=WeightsError
-        )
-        if permanent_error is not None:
-            raise permanent_error from None
-        if isinstance(error, LocalEntryNotFoundError):  # a response without the Hub's headers
-            raise HubError(
-                f"{self.display_name}: the server is not a hub; check HF_ENDPOINT and the proxy",
-                code="hub.wrong_answer",
-            ) from None
-        if isinstance(error, OSError):
-            raise WeightsError(
-                f"{self.display_name}: {text}; try again, or pass a local folder",
-                code="weights.unreadable",
-            ) from None
-        raise HubError(
-            f"{self.display_name}: {text or type(error).__name__}; check HF_ENDPOINT",
+            f"{display_name}: the server is not a hub; check HF_ENDPOINT and the proxy",
             code="hub.wrong_answer",
         ) from None
+    except (OSError, RuntimeError) as error:  # of the disk, or of hf_xet
+        text = redact(str(error))
+        if re.search("xet", f"{type(error)} {error}", re.IGNORECASE):
+            raise HubError(
+                f"{display_name}: {filename} cannot be read from Xet storage ({text}); set "
+                "HF_HUB_DISABLE_XET=1 to download it over plain HTTP",
+                code="hub.xet",
+            ) from None
+        raise WeightsError(
+            f"{display_name}: {text}; try again, or pass a local folder",
+            code="weights.unreadable",
+        ) from None
+    if _commit_from_path(path) not in (None, commit):
+        raise TransientHubError("the connection was dropped, or the revision moved")
+    sha256 = verify_checksum(path, etag)
+    if sha256 is None:
+        # so that the next try downloads it again; timm and transformers would load it unverified
+        path.resolve().unlink(missing_ok=True)
+        raise TransientHubError(f"{filename} arrived with a wrong checksum")
+    return CachedHubFile(path, commit, sha256 or None)
 
 
 def _commit_from_path(path: Path) -> str | None:

@@ -7,29 +7,25 @@ code (hf_xet) waits for the Hub's storage.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import select
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from finetune import __version__, errors
-from finetune.errors import FinetuneError, Interrupted
+from huggingface_hub import constants
+
+from finetune import __version__
+from finetune.errors import HubError, Interrupted
 from finetune.log import logger
 from finetune.process_lifecycle import handle_interrupts
 from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
-from finetune.publish.permissions import (
-    DEFAULT_BRANCH,
-    check_push_access,
-    check_repo_id_and_branch,
-    check_rights,
-)
+from finetune.publish.permissions import DEFAULT_BRANCH, check_rights
 from finetune.publish.push_checks import (
     adapter_folder,
     check_card,
@@ -38,15 +34,11 @@ from finetune.publish.push_checks import (
     files_to_push,
     is_run_dir,
 )
-from finetune.publish.repo_client import RepoClient
 from finetune.publish.upload import UploadJob
 from finetune.run.directory import RunDir
 
-__all__ = ["check_rights", "push", "upload_in_subprocess"]
+__all__ = ["push"]
 
-PROGRESS_SECONDS = 15.0  # between two progress messages on standard error
-CONFIRM_TIMEOUT_SECONDS = 1.5  # when asking the Hub whether an interrupted commit succeeded
-_POLL_SECONDS = 0.1
 # The subprocess gets the sys.path of this process, because `-c` would add the working folder.
 _UPLOAD_PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from finetune.publish.upload import main; main()"
@@ -76,48 +68,48 @@ def push(
     Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
         missing; HubError if the Hub refuses or fails; Interrupted after a signal.
     """
-    check_repo_id_and_branch(repository, revision)
-    folder, names, is_run = _select_files(Path(run), adapter=adapter)
-    hub = RepoClient(
-        repository,
-        retry_command=_retry_command(run, repository, private, revision, message, adapter),
+    options = {"--revision": revision, "--message": message}
+    retry_command = shlex.join(
+        [
+            *("finetune", "push", str(run), repository),
+            *(["--private"] if private else []),
+            *(["--adapter"] if adapter else []),
+            *(word for name, value in options.items() if value for word in (name, value)),
+        ]
     )
-    branch = revision or DEFAULT_BRANCH
+    folder, names, is_run = _select_files(Path(run), adapter=adapter)
     text = (message or "").strip() or f"Push the model with finetune {__version__}"
     try:
-        with hub.translate_errors():
-            repo = check_push_access(hub, private=private, revision=branch)
-            if is_run:
-                rewrite_artifacts(
-                    RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
-                )
-            files = files_to_push(folder, names)
-            check_weights(files)
-            check_no_secrets(files, text, Path(run), hub)
-            check_card(hub, files)
+        check_rights(repository, private=private, revision=revision)
+        if is_run:
+            rewrite_artifacts(
+                RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
+            )
+        files = files_to_push(folder, names)
+        check_weights(files)
+        check_no_secrets(files, text, Path(run))
+        check_card(repository, files)
     except KeyboardInterrupt:
-        text = (
-            f"{repository}: stopped before anything was sent; push again with: {hub.retry_command}"
-        )
-        raise Interrupted(text, signal.SIGINT) from None
+        raise Interrupted(
+            f"{repository}: stopped before anything was sent; push again with: {retry_command}",
+            signal.SIGINT,
+        ) from None
     job = UploadJob(
         repository=repository,
-        branch=branch,
+        branch=revision or DEFAULT_BRANCH,
         private=private,
         commit_message=text,
-        retry_command=hub.retry_command,
+        retry_command=retry_command,
         files={name: str(path.absolute()) for name, path in files.items()},
         allowed_names=names,
-        repo_exists=repo.exists,
-        existing_branches=repo.branches,
     )
-    sent = upload_in_subprocess(hub, job)
+    sent = _upload_in_subprocess(job)
     return {
         "repository": repository,
-        "url": f"{hub.api.endpoint}/{repository}",
+        "url": f"{constants.ENDPOINT}/{repository}",
         "commit": sent["commit"],
         "changed": sent["changed"],
-        "revision": branch,
+        "revision": job.branch,
         "files": sorted(files),
         "deleted": sent["deleted"],
     }
@@ -139,135 +131,77 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     )
 
 
-def _retry_command(
-    run: str | Path,
-    repository: str,
-    private: bool,
-    revision: str | None,
-    message: str | None,
-    adapter: bool,
-) -> str:
-    words = ["finetune", "push", str(run), repository, *(["--private"] if private else [])]
-    words += ["--revision", revision] if revision else []
-    words += ["--message", message] if message else []
-    words += ["--adapter"] if adapter else []
-    return shlex.join(words)
-
-
 # --- upload --------------------------------------------------------------------------------------
 
 
-def upload_in_subprocess(hub: RepoClient, job: UploadJob) -> dict[str, Any]:
-    """Run the upload in a subprocess; the first signal asks it to stop, the second kills it.
+def _upload_in_subprocess(job: UploadJob) -> dict[str, Any]:
+    """Run the upload in a subprocess, which a signal ends.
+
+    The first signal lets a commit that is being sent finish; the second does not.
 
     Returns: a dict with keys `commit`, `changed` and `deleted`.
     Raises: the error of the subprocess; Interrupted after a signal, with a message that says what
         the Hub now contains.
     """
+    reports: dict[str, Any] = {}
     received: list[int] = []
-    with handle_interrupts(received.append):
-        command = [sys.executable, "-c", _UPLOAD_PROGRAM, *sys.path]
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(signal_number: int) -> None:
+        received.append(signal_number)
+        if len(received) == 1 and reports.get("phase") == "committing":
+            logger.info(f"{job.repository}: finishing the commit; interrupt again to stop now")
+        elif process is not None:
+            process.kill()
+
+    command = [sys.executable, "-c", _UPLOAD_PROGRAM, *sys.path]
+    pipe = subprocess.PIPE
+    with handle_interrupts(stop):
         # in a new session, so that signals from the terminal reach only this process
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        ) as process:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        with process:
             try:
-                reports = _monitor_upload(process, job, received)
+                if not received:
+                    _exchange_reports(process, job, reports)
             finally:
                 process.kill()
-        if received:
-            raise Interrupted(_interruption_message(hub, job, reports), received[0])
+    if received:
+        raise Interrupted(_interruption_message(job, reports), received[0])
     if "result" in reports:
         return dict(reports["result"])
     if "error" in reports:
-        error = reports["error"]
-        kind: type[FinetuneError] = getattr(errors, error["kind"])
-        raise kind(error["message"], code=error["code"])
-    if "internal" in reports:
-        raise RuntimeError(reports["internal"])
-    cause = f"exit code {process.returncode}"
-    if process.returncode < 0:
-        cause = signal.Signals(-process.returncode).name
-    text = f"the upload process ended unexpectedly ({cause}; out of memory?)"
-    raise hub.error_with_retry_command(text, code="hub.push_crashed")
+        raise HubError(reports["error"]["message"], code=reports["error"]["code"])
+    if "crash" in reports:
+        raise RuntimeError(reports["crash"])
+    raise HubError(
+        f"{job.repository}: the upload process ended unexpectedly (exit code {process.returncode}; "
+        f"out of memory?); push again with: {job.retry_command}",
+        code="hub.push_crashed",
+    )
 
 
-def _monitor_upload(
-    process: subprocess.Popen[bytes], job: UploadJob, signals: list[int]
-) -> dict[str, Any]:
-    """Send the job to the subprocess, forward signals and log progress until it ends.
-
-    Returns: the latest report of each kind, by its key, such as "phase" or "result".
-    """
+def _exchange_reports(
+    process: subprocess.Popen[bytes], job: UploadJob, reports: dict[str, Any]
+) -> None:
+    """Send the job to the subprocess, and collect its reports until it ends."""
     assert process.stdin is not None
     assert process.stdout is not None
     payload = {**dataclasses.asdict(job), "parent": os.getpid()}
-    try:
+    with contextlib.suppress(BrokenPipeError):  # the subprocess has ended
         process.stdin.write(json.dumps(payload).encode())
         process.stdin.close()
-    except BrokenPipeError:  # the subprocess has ended; the caller reports its exit code
-        pass
-    reports: dict[str, Any] = {"phase": "starting"}
-    num_forwarded, started = 0, time.monotonic()
-    last_log, partial_line = started, b""
-    while True:
-        ready, _, _ = select.select([process.stdout], [], [], _POLL_SECONDS)
-        if ready:
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                process.wait()
-                return reports
-            *lines, partial_line = (partial_line + chunk).split(b"\n")
-            for line in lines:
-                reports |= json.loads(line)
-        if len(signals) > num_forwarded:
-            num_forwarded = len(signals)
-            (process.terminate if num_forwarded == 1 else process.kill)()
-            if num_forwarded == 1:
-                _say(
-                    f"{job.repository}: stopping after the current request; "
-                    "interrupt again to stop now"
-                )
-                last_log = time.monotonic()
-        elif time.monotonic() - last_log >= PROGRESS_SECONDS:
-            last_log = time.monotonic()
-            stop = "" if num_forwarded else "; Ctrl-C stops it"
-            _say(f"{job.repository}: {reports['phase']}, {last_log - started:.0f} s so far{stop}")
+    for line in process.stdout:
+        if line.endswith(b"\n"):  # a kill may cut the last line
+            reports |= json.loads(line)
+    process.wait()
 
 
-def _say(text: str) -> None:
-    """Log one line; on a terminal, overwrite the subprocess's progress bar."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-    logger.info(text)
-
-
-def _interruption_message(hub: RepoClient, job: UploadJob, reports: dict[str, Any]) -> str:
+def _interruption_message(job: UploadJob, reports: dict[str, Any]) -> str:
     """Return the message for an interrupted push, which says what the Hub now contains."""
-    name, retry = job.repository, f"push again with: {job.retry_command}"
     if "result" in reports:
         commit = reports["result"]["commit"]
-    elif "parent" in reports:  # the commit request may have been sent
-        try:
-            info = hub.call_once(
-                hub.api.model_info, name, revision=job.branch, timeout=CONFIRM_TIMEOUT_SECONDS
-            )
-        except Exception:  # report any failure instead of retrying: the user wants to stop
-            return (
-                f"{name}: stopped during the commit, and the hub does not answer now: "
-                f"it holds the whole commit or nothing of it; {retry}"
-            )
-        commit = info.sha
-        if commit == reports["parent"]:
-            return (
-                f"{name}: stopped during the commit: the hub holds nothing of it yet, and may "
-                f"still take the whole commit; {retry}"
-            )
-    else:
-        state = (
-            "the hub holds nothing of this push"
-            if job.repo_exists
-            else "the new repository is empty"
-        )
-        return f"{name}: stopped before the commit: {state}; {retry}"
-    return f"{name}: stopped, but the hub holds the whole commit {commit}"
+        return f"{job.repository}: stopped, but the hub holds the whole commit {commit}"
+    state = "stopped before the commit: the hub holds nothing of this push"
+    if "has_sent_commit" in reports:
+        state = "stopped during the commit: the hub holds the whole commit or nothing of it"
+    return f"{job.repository}: {state}; push again with: {job.retry_command}"

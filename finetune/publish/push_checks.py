@@ -7,17 +7,16 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from huggingface_hub import ModelCard, get_session
-from huggingface_hub.utils import hf_raise_for_status
+from huggingface_hub import ModelCard, constants, get_session, get_token
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-from finetune.errors import CheckpointError, HubError, WeightsError
-from finetune.hub.client import READ_TIMEOUT_SECONDS, parse_json_object, redact
+from finetune.errors import HUB_TOKEN, CheckpointError, HubError, WeightsError
+from finetune.hub.client import call_hub, redact
 from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.artifacts import PUBLISHED_FILES
-from finetune.publish.repo_client import RepoClient
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 
@@ -107,36 +106,33 @@ def check_weights(files: Mapping[str, Path]) -> None:
         ) from None
 
 
-def check_no_secrets(
-    files: Mapping[str, Path], commit_message: str, run_path: Path, hub: RepoClient
-) -> None:
+def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: Path) -> None:
     """Check that the files and the commit message contain no token and no local path.
 
     Raises: HubError.
     """
     contents = {
         "the message": commit_message.encode(),
-        **{name: _searchable_bytes(p) for name, p in files.items()},
+        **{name: _searchable_bytes(path) for name, path in files.items()},
     }
     home = Path.home()
-    local_paths = {
-        str(p) for p in (home, home.resolve(), run_path.absolute(), run_path.resolve())
-    } - {"/"}
+    folders = {
+        str(path) for path in (home, home.resolve(), run_path.absolute(), run_path.resolve())
+    }
+    token = get_token()
     for name, content in contents.items():
-        tokens = re.search(rb"\bhf_[A-Za-z0-9]{20,}\b", content)
-        if tokens or (hub.token and hub.token.encode() in content):
+        text = content.decode("utf-8", "replace")
+        if HUB_TOKEN.search(text) or (token and token in text):
             raise HubError(
                 f"{name}: contains a hub token; remove it, and create a new token",
                 code="hub.holds_secret",
             )
-        for local_path in sorted(local_paths, key=len, reverse=True):
-            for spelling in (local_path, json.dumps(local_path)[1:-1]):
+        for folder in sorted(folders - {"/"}, key=len, reverse=True):
+            for spelling in (folder, json.dumps(folder)[1:-1]):
                 # a path that is part of a longer name or of a URL is allowed
-                if re.search(
-                    rb"(?<![\w./~-])" + re.escape(spelling.encode()) + rb"(?![\w-])", content
-                ):
+                if re.search(rf"(?<![\w./~-]){re.escape(spelling)}(?![\w-])", text):
                     raise HubError(
-                        f"{name}: contains the local path {local_path}, which should stay private; "
+                        f"{name}: contains the local path {folder}, which should stay private; "
                         "remove it, then push again",
                         code="hub.holds_path",
                     )
@@ -150,38 +146,39 @@ def _searchable_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def check_card(hub: RepoClient, files: Mapping[str, Path]) -> None:
+def check_card(repository: str, files: Mapping[str, Path]) -> None:
     """Check that the Hub accepts the card's metadata. Raises: HubError with the Hub's reason."""
     if "README.md" not in files:
         return
     path = files["README.md"]
-    problem = ""
     try:
         text = path.read_text(encoding="utf-8")
         ModelCard(text)
+        errors, warnings = call_hub(repository, _validate_card_on_hub, text)
     except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8
-        problem = redact(str(error), hub.token)
-    if not problem:
-        problem = hub.call_with_retries("checking the card", _validate_card_on_hub, hub, text)
-    if problem:
+        errors, warnings = redact(str(error)), ""
+    if errors:
         raise HubError(
-            f"{path}: the hub does not accept this card: {problem}; fix its YAML header",
+            f"{path}: the hub does not accept this card: {errors}; fix its YAML header",
             code="hub.refused_card",
         )
-
-
-def _validate_card_on_hub(hub: RepoClient, text: str) -> str:
-    # in older versions, ModelCard.validate ignores HF_ENDPOINT and asks huggingface.co
-    url, token = f"{hub.api.endpoint}/api/validate-yaml", hub.token
-    payload = {"content": text, "repoType": "model"}
-    response = get_session().post(url, json=payload, timeout=READ_TIMEOUT_SECONDS)
-    if response.status_code != 400:
-        hf_raise_for_status(response)
-    reply = parse_json_object(response, hub.repository)
-    errors, warnings = (
-        redact("; ".join(str(one.get("message")) for one in reply.get(kind) or []), token)
-        for kind in ("errors", "warnings")
-    )
     if warnings:
         logger.info(f"README.md: the hub warns: {warnings}")
-    return errors or ("the hub gives no reason" if response.status_code == 400 else "")
+
+
+def _validate_card_on_hub(text: str) -> tuple[str, str]:
+    """Return the Hub's errors and warnings about a card."""
+    # in older versions, ModelCard.validate ignores HF_ENDPOINT and asks huggingface.co
+    response = get_session().post(
+        f"{constants.ENDPOINT}/api/validate-yaml",
+        json={"content": text, "repoType": "model"},
+        headers=build_hf_headers(),
+    )
+    if response.status_code != 400:
+        hf_raise_for_status(response)
+    reply = response.json()
+    errors, warnings = (
+        redact("; ".join(str(one["message"]) for one in reply.get(kind) or []))
+        for kind in ("errors", "warnings")
+    )
+    return errors or ("the hub gives no reason" if response.status_code == 400 else ""), warnings

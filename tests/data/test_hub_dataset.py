@@ -106,12 +106,11 @@ class TestFaults:
     @pytest.mark.parametrize("endpoint", ENDPOINTS)
     @pytest.mark.parametrize("kind", ["status", "reset"])
     def test_retries_after_one_fault_on_any_request(
-        self, hub: HubServer, endpoint: str, kind: str, capfd: pytest.CaptureFixture[str]
+        self, hub: HubServer, endpoint: str, kind: str
     ) -> None:
         hub.fail(endpoint, kind=kind)
         assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
         assert hub.faults[0].times == 0  # the fault did happen
-        assert capfd.readouterr().err.count("trying again") == 1
 
     @pytest.mark.parametrize("endpoint", [ENDPOINTS[0], ENDPOINTS[-1]])
     def test_fails_if_the_fault_is_permanent(
@@ -157,11 +156,14 @@ class TestFaults:
         assert labels(open_source(f"hub:{NAME}")) == [0, 1, 1, 0]
         assert hub.faults[0].times == 0
 
-    def test_a_permanent_fault_does_not_fall_back_to_another_revision(self, hub: HubServer) -> None:
+    def test_a_permanent_fault_does_not_fall_back_to_another_revision(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
         old = hub.commits(NAME)[1]
         open_source(f"hub:{NAME}@v1")
         hub.fail(ENDPOINTS[4], times=None)
-        assert_refused(f"hub:{NAME}", "hub.unreachable", "503", old)
+        assert_refused(f"hub:{NAME}", "hub.unreachable", "dropped", old)
         hub.fail(".", times=None)
         assert_refused(f"hub:{NAME}:large", "hub.unreachable")
 

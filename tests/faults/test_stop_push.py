@@ -1,7 +1,6 @@
-"""SIGINT at any time of a push: the process ends, and the hub holds the whole commit or nothing.
+"""A push that is killed or interrupted at any time: the hub holds the whole commit or nothing.
 
-Each trial chooses a fault of the storage, waits for a request of the push, and sends SIGINT. If the
-process is still running after a short time, it sends a second one.
+Each trial chooses a fault of the storage, waits for a request of the push, and sends a signal.
 """
 
 from __future__ import annotations
@@ -23,48 +22,32 @@ from hub_fixtures import WRITE_TOKEN, write_model_folder
 from hub_server import HubServer, wait_until
 
 NUM_TRIALS = 20
-MAX_SECONDS = 5.0  # from the second signal to the end of the process
+MAX_SECONDS = 5.0  # from the last signal to the end of the process
 MAX_SILENCE_SECONDS = 30.0
-FAULT = "SIGINT twice at any time of a push"
-PROMISE = (
-    "ends within 5 s of the second signal with 130; the hub holds the whole commit or nothing, "
-    "and the message says which"
-)
-# Faults of the storage: (request pattern, kind, status), and whether the hub gives Xet tokens.
-STORAGE_FAULTS: dict[str, tuple[list[tuple[str, str, int]], bool]] = {
+# Faults of the storage: (request pattern, kind), and whether the hub gives Xet tokens.
+STORAGE_FAULTS: dict[str, tuple[list[tuple[str, str]], bool]] = {
     "no Xet": ([], False),
-    "no Xet, slow": ([("preupload|lfs-upload|/commit/", "slow", 0)], False),
-    "Xet token 500": ([("xet-write-token", "status", 500)], False),
-    "Xet token hanging": ([("xet-write-token", "hang", 0)], False),
-    "Xet token slow": ([("xet-write-token", "slow", 0)], False),
-    "Xet storage 500": ([("/cas/", "status", 500)], True),
-    "Xet storage hanging": ([("/cas/", "hang", 0)], True),
+    "no Xet, slow": ([("preupload|lfs-upload|/commit/", "slow")], False),
+    "no Xet, hanging commit": ([("/commit/", "hang")], False),
+    "Xet token hanging": ([("xet-write-token", "hang")], False),
+    "Xet storage 500": ([("/cas/", "status")], True),
+    "Xet storage hanging": ([("/cas/", "hang")], True),
 }
 QUICK_FAULTS = ("no Xet, slow", "Xet storage hanging")
-IN_PROCESS_PROGRAM = """
-import sys
-from finetune.cli.main import main
-from finetune.publish import push, upload
-push.upload_in_subprocess = lambda hub, job: upload.upload_and_commit(job, lambda report: None)
-upload._Committer._check_xet = lambda self: None
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 class PushProcess:
-    """A push in a subprocess, to a hub with a storage fault."""
+    """A push in a process of its own, to a hub with a storage fault."""
 
-    def __init__(self, hub: HubServer, tmp_path: Path, *, subprocess_upload: bool = True) -> None:
+    def __init__(self, hub: HubServer, tmp_path: Path) -> None:
         self.hub = hub
         self.folder = write_model_folder(tmp_path / "net")
-        self.stderr_path = tmp_path / "words"
+        self.stdout_path, self.stderr_path = tmp_path / "stdout", tmp_path / "stderr"
         environment = {**hub.environment(tmp_path / "home", WRITE_TOKEN), "OMP_NUM_THREADS": "1"}
         environment.pop("HF_HUB_DISABLE_XET", None)
-        program = ["-m", "finetune"] if subprocess_upload else ["-c", IN_PROCESS_PROGRAM]
-        self.stdout_path = tmp_path / "answer"
         with self.stderr_path.open("wb") as stderr, self.stdout_path.open("wb") as stdout:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "push", str(self.folder), "alice/net"],
+                [sys.executable, "-m", "finetune", "push", str(self.folder), "alice/net"],
                 env=environment,
                 stdout=stdout,
                 stderr=stderr,
@@ -75,66 +58,59 @@ class PushProcess:
     def text(self) -> str:
         return self.stderr_path.read_text(errors="replace")
 
-    def wait_for_requests(self, count: int, *, timeout_seconds: float = 60.0) -> None:
-        """Wait until the hub has received this number of requests, or the push has ended."""
-        is_reached = lambda: self.process.poll() is not None or len(self.hub.requests) >= count  # noqa: E731
-        wait_until(is_reached, seconds=timeout_seconds)
+    def children(self) -> list[Path]:
+        """Return the folders in /proc of the subprocesses."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [Path(f"/proc/{child}") for child in path.read_text().split()]
 
-    def interrupt(self) -> None:
+    def send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
+            os.killpg(self.process.pid, number)  # like Ctrl-C in a terminal
 
-    def seconds_to_end(self, timeout_seconds: float) -> float:
+    def check_end(self) -> None:
+        """Check that the push ends soon, and that the hub holds all or nothing, as it says."""
         started = time.monotonic()
-        self.process.wait(timeout_seconds)
-        return time.monotonic() - started
-
-    def num_commits(self) -> int:
-        """Return the number of commits of the push."""
-        if ("model", "alice/net") not in self.hub.store.repositories:
-            return 0
-        return len(self.hub.commits("alice/net")) - 1
-
-    def check_hub(self) -> None:
-        """Check that the hub holds the whole push or nothing, as the message says."""
+        self.process.wait(60)
+        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        assert time.monotonic() - started < MAX_SECONDS * load, self.text
+        # the second signal may reach Python at exit; a shell reports that as 130 too
+        assert self.process.returncode in (130, -signal.SIGINT, 0), self.text
+        # a traceback of Python at start or exit is not from finetune
+        assert not re.search(r"Traceback[\s\S]*finetune/(publish|hub)/", self.text), self.text
         time.sleep(0.5)  # a commit in progress may still appear
         count = self.num_commits()
-        assert count in (0, 1)
-        if count:
-            files = {k: v for k, v in self.hub.files("alice/net").items() if k != ".gitattributes"}
-            assert files == {p.name: p.read_bytes() for p in self.folder.iterdir()}
         if "before the commit" in self.text or "before anything" in self.text:
             assert count == 0, self.text
-        elif "the hub holds the whole commit" in self.text:
-            assert count == 1, self.text
-        else:
-            is_done = "commit" in self.stdout_path.read_text()  # the signal came after the push
-            assert is_done or re.search(
-                "interrupted|does not answer now|may still take the whole", self.text
-            ), self.text
-            assert count == 1 or not is_done, self.text
+        elif "the hub holds the whole commit or nothing" not in self.text:
+            is_done = "commit" in self.stdout_path.read_text() or "whole commit" in self.text
+            assert is_done or "interrupted" in self.text, self.text
+            assert count == is_done, self.text
+
+    def num_commits(self) -> int:
+        """Return the number of commits of the push, 0 or 1; a commit has all files."""
+        if ("model", "alice/net") not in self.hub.store.repositories:
+            return 0
+        count = len(self.hub.commits("alice/net")) - 1
+        if count:
+            files = {k: v for k, v in self.hub.files("alice/net").items() if k != ".gitattributes"}
+            assert files == {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        assert count in (0, 1)
+        return count
 
 
 @contextlib.contextmanager
-def start_push(
-    storage_fault: str, tmp_path: Path, *, subprocess_upload: bool = True
-) -> Iterator[PushProcess]:
-    faults, token = STORAGE_FAULTS[storage_fault]
-    with HubServer(xet=token, xet_token=token) as hub:
+def start_push(storage_fault: str, tmp_path: Path) -> Iterator[PushProcess]:
+    faults, xet = STORAGE_FAULTS[storage_fault]
+    with HubServer(xet=xet, xet_token=xet) as hub:
         hub.add_user("alice", token=WRITE_TOKEN)
-        for pattern, kind, status in faults:
-            hub.fail(pattern, kind=kind, status=status, times=None)
-        push = PushProcess(hub, tmp_path, subprocess_upload=subprocess_upload)
+        for pattern, kind in faults:
+            hub.fail(pattern, kind=kind, status=500, times=None)
+        push = PushProcess(hub, tmp_path)
         try:
             yield push
         finally:
             push.process.kill()
             push.process.wait()
-
-
-def load_factor() -> float:
-    """Return the slowdown compared to an idle machine: waiting processes per core."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def all_trials() -> list[Any]:
@@ -155,40 +131,81 @@ def all_trials() -> list[Any]:
 def test_an_interrupted_push_commits_all_or_nothing(
     storage_fault: str, trial: int, tmp_path: Path, fault: Callable[..., None]
 ) -> None:
+    """SIGINT, and a second one if the process is still running after a short time."""
     rng = random.Random(f"{storage_fault} {trial}")
     # the first trial waits until the storage is negotiated; the others for any request
-    count = 7 if trial == 0 else rng.randrange(1, 13)
+    count = 7 if trial == 0 else rng.randrange(1, 12)
     with start_push(storage_fault, tmp_path) as push:
+        is_reached = lambda: push.process.poll() is not None or len(push.hub.requests) >= count  # noqa: E731
         with contextlib.suppress(AssertionError):  # some faults prevent this request
-            push.wait_for_requests(count, timeout_seconds=20)
+            wait_until(is_reached, seconds=20)
         time.sleep(rng.uniform(0, 0.5))
-        push.interrupt()
+        push.send(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             push.process.wait(rng.uniform(0.1, 2))
-        push.interrupt()
-        seconds = push.seconds_to_end(60)
-        # the second signal may reach Python at exit; a shell reports that as 130 too
-        assert push.process.returncode in (130, -signal.SIGINT, 0), push.text
-        # a traceback of Python at start or exit is not from finetune
-        assert not re.search(r"Traceback[\s\S]*finetune/(publish|hub)/", push.text), push.text
-        assert seconds < MAX_SECONDS * load_factor(), push.text
-        push.check_hub()
-    fault(FAULT, PROMISE, storage_fault)
-
-
-@pytest.mark.faults
-def test_control_upload_in_the_same_process(tmp_path: Path, fault: Callable[..., None]) -> None:
-    with start_push("Xet token 500", tmp_path, subprocess_upload=False) as push:
-        wait_until(lambda: push.hub.count("xet-write-token"), seconds=60)
-        for _ in range(2):
-            push.interrupt()
-            time.sleep(0.5)
-        with pytest.raises(subprocess.TimeoutExpired):
-            push.seconds_to_end(MAX_SECONDS)
+        push.send(signal.SIGINT)
+        push.check_end()
     fault(
-        "Control: the same, with the upload in the process that gets the signals",
-        "it is still running 5 s after the second signal",
+        "SIGINT twice at any time of a push",
+        "ends within 5 s of the second signal with 130; the hub holds the whole commit or "
+        "nothing, and the message says which",
+        storage_fault,
     )
+
+
+def test_one_signal_ends_a_push_before_its_commit(tmp_path: Path) -> None:
+    with start_push("Xet storage hanging", tmp_path) as push:
+        wait_until(lambda: push.hub.count("/cas/"), seconds=60)
+        push.send(signal.SIGTERM)
+        push.process.wait(60)
+        assert push.process.returncode == 128 + signal.SIGTERM
+        assert "stopped before the commit: the hub holds nothing of this push" in push.text
+        assert f"push again with: finetune push {push.folder} alice/net" in push.text
+        assert push.num_commits() == 0
+
+
+def test_one_signal_lets_a_commit_finish(tmp_path: Path) -> None:
+    with start_push("no Xet, slow", tmp_path) as push:
+        wait_until(lambda: push.hub.count("/commit/"), seconds=60)
+        push.send(signal.SIGINT)
+        push.check_end()
+        assert push.num_commits() == 1
+        assert f"the hub holds the whole commit {push.hub.commits('alice/net')[0]}" in push.text
+
+
+def test_a_second_signal_abandons_a_commit(tmp_path: Path) -> None:
+    with start_push("no Xet, hanging commit", tmp_path) as push:
+        wait_until(lambda: push.hub.count("/commit/"), seconds=60)
+        push.send(signal.SIGINT)
+        wait_until(lambda: "interrupt again to stop now" in push.text)
+        assert push.process.poll() is None
+        push.send(signal.SIGINT)
+        push.check_end()
+        assert "during the commit: the hub holds the whole commit or nothing of it" in push.text
+
+
+@pytest.mark.parametrize("trial", range(NUM_TRIALS))
+@pytest.mark.faults
+def test_a_killed_push_commits_all_or_nothing(
+    trial: int, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    """SIGKILL at any request of the push; a second push then completes it."""
+    rng = random.Random(trial)
+    with start_push("no Xet, slow", tmp_path) as push:
+        count = rng.randrange(1, 12)
+        wait_until(lambda: len(push.hub.requests) >= count, seconds=60)
+        time.sleep(rng.uniform(0, 1))
+        children = push.children()
+        push.process.kill()
+        push.process.wait()
+        wait_until(lambda: not any(map(is_running, children)), seconds=60)
+        time.sleep(2)  # a commit in progress may still appear
+        push.num_commits()
+        push.hub.faults.clear()
+        again = PushProcess(push.hub, tmp_path)
+        again.process.wait(60)
+        assert again.num_commits() == 1, again.text
+    fault("SIGKILL at any time of a push", "no process is left; the next push makes one commit")
 
 
 @pytest.mark.faults
@@ -211,19 +228,19 @@ def test_a_push_to_a_hanging_hub_keeps_logging(tmp_path: Path, fault: Callable[.
     )
 
 
-def test_the_upload_process_ends_with_its_parent(
-    tmp_path: Path, fault: Callable[..., None]
-) -> None:
+@pytest.mark.parametrize("victim", ["parent", "subprocess"])
+def test_a_push_ends_if_one_of_its_processes_is_killed(tmp_path: Path, victim: str) -> None:
     with start_push("Xet storage hanging", tmp_path) as push:
         wait_until(lambda: push.hub.count("/cas/"), seconds=60)
-        children = Path(f"/proc/{push.process.pid}/task/{push.process.pid}/children").read_text()
-        assert len(children.split()) == 1
-        push.process.kill()
-        push.process.wait()
-        proc_folders = [Path(f"/proc/{child}") for child in children.split()]
-        wait_until(lambda: not any(map(is_running, proc_folders)), seconds=60)
+        [child] = push.children()
+        if victim == "parent":
+            push.process.kill()
+            wait_until(lambda: not is_running(child), seconds=60)
+        else:
+            os.kill(int(child.name), signal.SIGKILL)
+            assert push.process.wait(60) == 7
+            assert "the upload process ended unexpectedly" in push.text
         assert push.num_commits() == 0
-    fault("SIGKILL of a push", "the upload process ends with it")
 
 
 def is_running(process: Path) -> bool:

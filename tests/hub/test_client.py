@@ -1,254 +1,171 @@
-"""hub/client.py: limits of retries and responses, redaction, and errors of the HTTP client."""
+"""hub/client.py: how long calls wait, what is retried, and what the errors say."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
+import socket
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hub_fixtures import FailingFunction
+from hub_fixtures import WRITE_TOKEN, hub, sleep_durations
 from hub_server import HubServer, point_clients_at
-from huggingface_hub import HfApi, close_session, get_session, hf_raise_for_status
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import _http
+from huggingface_hub import HfApi, get_session
 from refusals import refused
 
-from finetune.errors import DataError, HubError, WeightsError
+from finetune.errors import DataError, WeightsError
 from finetune.hub import client
-from finetune.hub.client import (
-    TransientHubError,
-    expect_json,
-    http_status,
-    is_connection_error,
-    monitor_requests,
-    permanent_hub_error,
-    redact,
-    retry,
-)
+from finetune.hub.client import TransientHubError, call_hub, hub_errors, redact, user_error
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 
-@pytest.fixture
-def recorded_waits(monkeypatch: Patch) -> list[float]:
-    """Seconds of each wait; no test really waits."""
-    seconds: list[float] = []
-    monkeypatch.setattr(client.time, "sleep", seconds.append)
-    return seconds
+def call_whoami() -> Any:
+    """Send one request to the hub, with retries."""
+    return call_hub("alice/net", HfApi().whoami)
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[HubServer]:
-    with HubServer() as hub:
-        hub.add_repo("someone/net", {"a.txt": b"one"})
-        point_clients_at(hub, monkeypatch, tmp_path / "home")
-        yield hub
+class TestRetries:
+    @pytest.mark.parametrize(
+        "fault",
+        [{"status": status} for status in (408, 425, 429, 500, 503, 599)]
+        + [{"kind": kind} for kind in ("reset", "truncate")],
+    )
+    def test_temporary_failure_is_retried(
+        self, hub: HubServer, fault: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.fail("whoami", times=2, **fault)
+        assert call_whoami()["name"] == "alice"
+        assert hub.count("whoami") == 3
+        assert capsys.readouterr().err.count("trying again") == 1
+
+    @pytest.mark.parametrize("status", [400, 404, 412])
+    def test_permanent_error_is_not_retried(self, hub: HubServer, status: int) -> None:
+        hub.fail("whoami", status=status)
+        with refused("hub.out_of_order", status):
+            call_whoami()
+        assert hub.count("whoami") == 1
+
+    def test_waits_grow_and_end(self, hub: HubServer, sleep_durations: list[float]) -> None:
+        hub.fail("whoami", times=None)
+        with refused("hub.out_of_order", "alice/net", 503, "try again later"):
+            call_whoami()
+        assert sleep_durations == [0.5, 1.0, 2.0, 4.0]
+
+    def test_gives_up_early_if_the_hub_is_unreachable(
+        self, hub: HubServer, sleep_durations: list[float]
+    ) -> None:
+        hub.stop()
+        with refused("hub.unreachable", "ConnectError"):
+            call_whoami()
+        assert sleep_durations == [0.5]
+
+    @pytest.mark.parametrize(
+        "headers, seconds",
+        [
+            ({"Retry-After": "7"}, 7.0),
+            ({"Retry-After": "0"}, 0.0),
+            ({"Retry-After": "86400"}, client.MAX_WAIT_SECONDS),
+            ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.5),
+            ({"RateLimit": '"api";r=0;t=25'}, 25.0),
+            ({"RateLimit": '"api";r=9;t=25'}, 0.5),
+        ],
+    )
+    def test_waits_as_the_hub_asks(
+        self, hub: HubServer, sleep_durations: list[float], headers: dict[str, str], seconds: float
+    ) -> None:
+        hub.fail("whoami", status=429, headers=headers)
+        call_whoami()
+        assert sleep_durations == [seconds]
+
+    @pytest.mark.usefixtures("sleep_durations")
+    def test_hub_that_does_not_respond(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 0.1)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            point_clients_at(url, monkeypatch, tmp_path, WRITE_TOKEN)
+            with refused("hub.unreachable", "ReadTimeout"):
+                call_whoami()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "error_class, noun", [(WeightsError, "repository"), (DataError, "data set")]
+    )
+    def test_missing_repository_and_revision(
+        self, hub: HubServer, error_class: Any, noun: str
+    ) -> None:
+        hub.add_repo("alice/net")
+        options = {"not_found_error": error_class, "repo_noun": noun}
+        family = error_class.code
+        with (
+            refused(f"{family}.not_found", f"here: no such {noun}"),
+            hub_errors("here", None, **options),
+        ):
+            HfApi().model_info("alice/other")
+        with (
+            refused(f"{family}.not_found", "no such revision; remove '@v7'"),
+            hub_errors("here", "v7", **options),
+        ):
+            HfApi().model_info("alice/net", revision="v7")
+
+    def test_wrong_token(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
+        with refused("hub.forbidden", "rejects the token of HF_TOKEN"):
+            call_whoami()
+
+    @pytest.mark.parametrize(
+        "body", [b"null", b"[]", b"7", b"<html>", b"[" * 200_000], ids=lambda body: body[:6]
+    )
+    def test_response_of_another_shape(self, hub: HubServer, body: bytes) -> None:
+        hub.fail("GET /api/models", status=200, body=body)
+        with refused("hub.wrong_answer", "here", "HF_ENDPOINT"), hub_errors("here"):
+            HfApi().model_info("alice/net")
+
+    def test_errors_that_libraries_have_wrapped(self, hub: HubServer) -> None:
+        hub.fail("GET /api", kind="reset")
+        with pytest.raises(Exception, match="disconnected") as caught:
+            get_session().get(f"{hub.url}/api/models/alice/net")
+        outer = RuntimeError("could not build")
+        outer.__context__ = caught.value
+        assert isinstance(user_error(outer, "here"), TransientHubError)
+        assert user_error(RuntimeError("could not build"), "here") is None
+
+    def test_other_errors_pass(self, hub: HubServer) -> None:
+        with pytest.raises(ZeroDivisionError), hub_errors("here"):
+            raise ZeroDivisionError
+
+    @pytest.mark.parametrize("status", [418, 503])
+    def test_token_that_the_hub_repeats(
+        self, hub: HubServer, status: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.fail("whoami", status=status, times=None, echo=True)
+        with refused("hub.out_of_order", status, "***") as caught:
+            call_whoami()
+        shown = "".join(traceback.format_exception(caught.value)) + capsys.readouterr().err
+        assert WRITE_TOKEN not in shown
 
 
 class TestRedact:
     @pytest.mark.parametrize(
         "text",
         [
-            "got Authorization: Bearer s3cret-token",
-            "the token s3cret-token is not mine",
-            "{'authorization': 'Bearer other', 'x': 's3cret-token'}",
-            "another one: hf_AbCdEfGhIjKl, and s3cret-token",
+            f"got Authorization: Bearer {WRITE_TOKEN}",
+            f"the token {WRITE_TOKEN} is not mine",
+            "{'authorization': 'Bearer other', 'x': '" + WRITE_TOKEN + "'}",
+            "another one: hf_AbCdEfGhIjKlMnOpQrStUvWx",
         ],
     )
+    @pytest.mark.usefixtures("hub")
     def test_removes_tokens(self, text: str) -> None:
-        redacted = redact(text, "s3cret-token")
+        redacted = redact(text)
         assert "***" in redacted
-        for secret in ("s3cret", "other'", "hf_Ab"):
+        for secret in (WRITE_TOKEN, "other'", "hf_Ab"):
             assert secret not in redacted
 
-    def test_keeps_text_without_tokens(self) -> None:
-        text = "hf_hub_download found no hf_xet; the bearer of bad news"
-        assert redact(text, None) == text.replace("bearer of", "Bearer ***")
-
-    def test_returns_one_line_of_limited_length(self) -> None:
-        redacted = redact("a\n\n  b\t" + "c" * 5000 + "s3cret-token", "s3cret-token")
+    def test_one_line_of_limited_length(self) -> None:
+        redacted = redact("a\n\n  b\t" + "c" * 5000)
         assert redacted.startswith("a b c")
         assert len(redacted) == 300
-
-
-class TestRetry:
-    def test_doubles_each_wait(self, recorded_waits: list[float]) -> None:
-        assert (
-            retry("a thing", FailingFunction(*[TransientHubError("busy") for _ in range(3)]))
-            == "done"
-        )
-        assert recorded_waits == [0.5, 1.0, 2.0]
-
-    @pytest.mark.parametrize("has_copy, expected_calls", [(False, 2), (True, 1)])
-    def test_gives_up_early_if_the_hub_is_unreachable(
-        self, recorded_waits: list[float], has_copy: bool, expected_calls: int
-    ) -> None:
-        function = FailingFunction(
-            *[TransientHubError("refused", is_unreachable=True) for _ in range(9)]
-        )
-        with pytest.raises(TransientHubError):
-            retry("a thing", function, has_copy=has_copy)
-        assert function.calls == expected_calls
-        assert sum(recorded_waits) < 1
-
-
-class TestMonitorRequests:
-    def test_raises_faults_immediately(self, hub: HubServer) -> None:
-        url = f"{hub.url}/api/models/someone/net"
-        hub.fail("GET /api/models", status=429, retry_after=7)
-        with monitor_requests() as monitor:
-            with pytest.raises(TransientHubError, match="429") as caught:
-                get_session().get(url)
-            assert caught.value.retry_after_seconds == 7
-            assert monitor.last_error is caught.value
-            assert get_session().get(url).status_code == 200
-        hub.stop()
-        with monitor_requests(), pytest.raises(TransientHubError) as unreachable:
-            get_session().get(url)
-        assert unreachable.value.is_unreachable
-
-    def test_ignores_other_threads_unless_requested(self, hub: HubServer) -> None:
-        url = f"{hub.url}/api/models/someone/net"
-        results: list[object] = []
-
-        def send_request() -> None:
-            try:
-                results.append(get_session().get(url).status_code)
-            except TransientHubError as error:
-                results.append(error)
-
-        for all_threads in (False, True):
-            hub.fail("GET /api/models")
-            with monitor_requests(all_threads=all_threads):
-                thread = threading.Thread(target=send_request)
-                thread.start()
-                thread.join()
-        assert results[0] == 503
-        assert isinstance(results[1], TransientHubError)
-
-    def test_ignores_other_servers(self, hub: HubServer) -> None:
-        with HubServer() as other_hub:
-            other_hub.fail(".", times=None)
-            with monitor_requests() as monitor:
-                assert get_session().get(f"{other_hub.url}/statistics").status_code == 503
-            assert monitor.last_error is None
-
-    def test_installs_its_client_through_the_client_factory(self, hub: HubServer) -> None:
-        with monitor_requests():
-            session = get_session()
-            assert isinstance(session, client._BoundedClient)
-        close_session()  # as huggingface_hub does after a failed connection
-        hub.fail("GET /api/models")
-        with monitor_requests(), pytest.raises(TransientHubError):
-            get_session().get(f"{hub.url}/api/models/someone/net")
-
-    def test_keeps_a_client_factory_of_the_program(
-        self, hub: HubServer, monkeypatch: Patch
-    ) -> None:
-        close_session()
-        monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", lambda: client.httpx.Client())
-        with monitor_requests():
-            assert type(get_session()) is client.httpx.Client
-        close_session()
-
-    def test_remembers_a_permanent_error(self, hub: HubServer) -> None:
-        with monitor_requests() as monitor:
-            assert monitor.permanent_error() is None
-            get_session().get(f"{hub.url}/api/models/someone/other")
-            assert isinstance(monitor.permanent_error(), HfHubHTTPError)
-
-    def test_is_connection_error_follows_the_context(self, hub: HubServer) -> None:
-        hub.fail("GET /api", kind="reset")
-        with pytest.raises(Exception, match="disconnected") as caught:
-            get_session().get(f"{hub.url}/api/models/someone/net")
-        outer = RuntimeError("could not build")
-        outer.__context__ = caught.value
-        assert is_connection_error(outer)
-        assert not is_connection_error(RuntimeError("could not build"))
-        assert not is_connection_error(None)
-
-
-class TestResponses:
-    @pytest.mark.parametrize(
-        "body, problem",
-        [
-            (b"null", "TypeError"),
-            (b"[]", "TypeError"),
-            (b"7", "TypeError"),
-            (b"[" * 200_000, "nested more than 50 levels"),
-            (b'{"a":' * 60 + b"1" + b"}" * 60, "nested more than 50 levels"),
-        ],
-        ids=["null", "list", "number", "deep", "deep object"],
-    )
-    def test_rejects_json_of_another_shape(self, hub: HubServer, body: bytes, problem: str) -> None:
-        hub.fail("GET /api/models", status=200, body=body)
-        with (
-            refused("hub.wrong_answer", problem, "HF_ENDPOINT"),
-            monitor_requests(),
-            expect_json("a thing"),
-        ):
-            HfApi().model_info("someone/net")
-
-    def test_rejects_a_too_large_response(self, hub: HubServer, monkeypatch: Patch) -> None:
-        monkeypatch.setattr(client, "MAX_RESPONSE_BYTES", 1 << 20)
-        hub.fail("GET /api/models", status=200, body=b" " * (2 << 20))
-        with refused("hub.wrong_answer", "more than 1 MiB"), monitor_requests():
-            HfApi().model_info("someone/net")
-
-    @pytest.mark.parametrize("body", [b"null", b"[1]", b'{"errors": [1]}', b'{"errors": 5}'])
-    def test_an_error_response_of_another_shape_keeps_its_status(
-        self, hub: HubServer, body: bytes
-    ) -> None:
-        hub.fail("GET /api/models", status=418, body=body)
-        with monitor_requests(), pytest.raises(HfHubHTTPError) as caught:
-            HfApi().model_info("someone/net")
-        assert http_status(caught.value) == 418
-
-    def test_brackets_in_strings_do_not_count_as_nesting(self, hub: HubServer) -> None:
-        body = json.dumps({"id": "someone/net", "sha": "[" * 500 + '\\"{', "siblings": []}).encode()
-        hub.fail("GET /api/models", status=200, body=body)
-        with monitor_requests():
-            assert HfApi().model_info("someone/net").sha == "[" * 500 + '\\"{'
-
-    def test_does_not_retry_a_redirect_loop(
-        self, hub: HubServer, recorded_waits: list[float]
-    ) -> None:
-        hub.fail("GET /api/models", status=302, times=None, headers={"Location": "/api/models/x/y"})
-        with monitor_requests(), pytest.raises(client.httpx.TooManyRedirects) as caught:
-            retry("a thing", lambda: HfApi().model_info("someone/net"))
-        assert recorded_waits == []
-        with refused("hub.wrong_answer", "redirects endlessly"):
-            raise (
-                permanent_hub_error(caught.value, "here", None, not_found_error=DataError)
-                or AssertionError
-            )
-
-
-class TestPermanentHubError:
-    def http_error(self, hub: HubServer, path: str, **headers: str) -> Exception:
-        with pytest.raises(HfHubHTTPError) as caught:
-            hf_raise_for_status(get_session().get(hub.url + path, headers=headers))
-        return caught.value
-
-    def test_error_types_and_messages(self, hub: HubServer, monkeypatch: Patch) -> None:
-        missing = self.http_error(hub, "/api/models/someone/other")
-        for error_class, repo_noun in ((WeightsError, "repository"), (DataError, "data set")):
-            error = permanent_hub_error(
-                missing, "here", None, not_found_error=error_class, repo_noun=repo_noun
-            )
-            assert type(error) is error_class
-            assert f"here: no such {repo_noun}, or it is private" in str(error)
-        revision = self.http_error(hub, "/api/models/someone/net/revision/v7")
-        assert "no such revision" in str(
-            permanent_hub_error(revision, "here", "v7", not_found_error=DataError)
-        )
-        assert permanent_hub_error(ValueError("x"), "here", None, not_found_error=DataError) is None
-        assert permanent_hub_error(None, "here", None, not_found_error=DataError) is None
-        monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        headers = {"authorization": "Bearer hf_wrongWrong1234"}
-        wrong_token = self.http_error(hub, "/api/models/someone/net", **headers)
-        error = permanent_hub_error(wrong_token, "here", None, not_found_error=DataError)
-        assert type(error) is HubError
-        assert "rejects the token in HF_TOKEN (401)" in str(error)

@@ -26,7 +26,7 @@ import timm
 import torch
 from forked_runs import check_child_success, disable_report_and_plots, run_in_child
 from hub_server import HubServer, point_clients_at
-from huggingface_hub import constants, get_session, hf_hub_download
+from huggingface_hub import constants
 from imagenet21k_hub import (
     CIFAR10,
     CLASSES,
@@ -44,7 +44,6 @@ from torch import Tensor
 from finetune import Classifier
 from finetune.cli.main import main
 from finetune.evaluation.claims import format_claim
-from finetune.hub.client import monitor_requests
 from finetune.models.build import build_model
 from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.recipe.load import load_recipe
@@ -195,22 +194,6 @@ def test_train_and_push_from_the_timm_name(
     check_push(hub, destination, out, record)
     check_timm(hub, monkeypatch, large_tmp_path, destination, out, case.image_size)
     delete_pushed_weights(hub, destination)
-
-
-def test_failed_telemetry_after_a_redirect_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A redirect within the hub must not mark the hub as a file storage host."""
-    with HubServer() as hub:
-        hub.add_repo("timm/some", {"config.json": b"{}"})
-        point_clients_at(hub, monkeypatch, tmp_path / "home")
-        hub.fail("GET /api/telemetry", times=None)
-        with monitor_requests() as monitor:
-            path = hf_hub_download("timm/some", "config.json")
-            response = get_session().get(f"{hub.url}/api/telemetry/some")
-        assert Path(path).read_bytes() == b"{}"
-        assert hub.count("GET /api/resolve-cache/") == 1
-        assert (response.status_code, monitor.last_error) == (503, None)
 
 
 def read_recipe(recipe: str) -> str:

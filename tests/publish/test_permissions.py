@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hub_fixtures import OTHER_TOKEN, READ_TOKEN, WRITE_TOKEN, hub, sleep_durations
+from hub_fixtures import READ_TOKEN, hub, sleep_durations
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from refusals import refused
@@ -74,19 +74,6 @@ class TestAllowed:
         set_whoami(monkeypatch, auth=auth)
         check_rights("alice/net")
 
-    def test_hub_without_the_write_check_endpoint(self, hub: HubServer) -> None:
-        hub.add_repo("alice/mine")
-        hub.fail("auth-check", status=404)
-        check_rights("alice/mine")
-        assert hub.count("auth-check/write") == 1
-
-    def test_one_503_per_request_is_retried(self, hub: HubServer) -> None:
-        hub.add_repo("alice/mine")
-        for pattern in ("whoami", r"models/alice/mine(\?|$)", "auth-check", "refs"):
-            hub.fail(pattern)
-        check_rights("alice/mine")
-        assert [fault.times for fault in hub.faults] == [0, 0, 0, 0]
-
 
 class TestRejected:
     def test_every_reason_has_its_own_message(
@@ -110,11 +97,11 @@ class TestRejected:
         words = {
             "public repository": "is public already",
             "repository of another user": (
-                "'bob' is neither you (alice) nor one of your organizations (zoo)"
+                "'bob' is neither you (alice) nor an organization where you may write (zoo)"
             ),
             "namespace of another user": "push to alice/new",
             "read token": "the token of HF_TOKEN may only read",
-            "invalid token": "does not accept the token of HF_TOKEN",
+            "invalid token": "rejects the token of HF_TOKEN",
             "no token": "`hf auth login`, or set HF_TOKEN",
             "offline": "HF_HUB_OFFLINE",
         }
@@ -143,7 +130,7 @@ class TestRejected:
         hub.fail("auth-check/write", status=403)
         assert "does not let you (alice) write" in rejection_message("zoo/mine")
         set_whoami(monkeypatch, orgs=[{"name": "zoo", "roleInOrg": "read"}])
-        assert "you may only read in the organization 'zoo'" in rejection_message("zoo/new")
+        assert "'zoo' is neither you (alice)" in rejection_message("zoo/new")
 
     @pytest.mark.parametrize(
         "scoped", [(), (("zoo", "repo.write"),), (("alice", "repo.content.read"),)]
@@ -152,47 +139,21 @@ class TestRejected:
         self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, scoped: tuple[tuple[str, str], ...]
     ) -> None:
         set_whoami(monkeypatch, auth=fine_grained(*scoped))
-        assert "the fine-grained token of HF_TOKEN lacks write access" in rejection_message()
+        assert "the token of HF_TOKEN may only read" in rejection_message()
 
     def test_unavailable_hub(self, hub: HubServer) -> None:
         hub.fail("whoami", times=None)
-        assert rejection_message().endswith(
-            "failed 5 times: the hub returned 503 (injected fault); try again"
-        )
+        assert rejection_message().endswith("503 (injected fault); try again later")
 
 
 class TestNames:
     @pytest.mark.parametrize(
-        "name, suggestion",
-        [
-            ("net", "alice/net"),
-            ("hf-hub:alice/net", "alice/net"),
-            ("https://huggingface.co/zoo/net", "zoo/net"),
-            ("zoo/net@v1", "zoo/net"),
-            ("my net", "alice/my-net"),
-            ("a/b/c", "alice/c"),
-            ("", "alice/name"),
-            ("alice/", "alice/alice"),
-        ],
+        "name", ["net", "hf-hub:alice/net", "https://huggingface.co/zoo/net", "a b/c", "a/b/c", ""]
     )
-    def test_invalid_name_suggests_a_valid_one(
-        self, hub: HubServer, name: str, suggestion: str
-    ) -> None:
-        with refused("recipe.wrong_value", f"did you mean '{suggestion}'") as caught:
+    def test_invalid_repository_names(self, hub: HubServer, name: str) -> None:
+        with refused("recipe.wrong_value", f"'{name}'", "owner/name"):
             check_rights(name)
-        assert f"'{name}'" in str(caught.value)
-        assert caught.value.exit_code == 2
-
-    @pytest.mark.parametrize("token", [None, "hf_wrong", OTHER_TOKEN])
-    def test_suggestion_starts_with_the_token_owner(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None
-    ) -> None:
-        monkeypatch.delenv("HF_TOKEN")
-        if token:
-            monkeypatch.setenv("HF_TOKEN", token)
-        owner = "bob" if token == OTHER_TOKEN else "owner"
-        with refused("recipe.wrong_value", f"did you mean '{owner}/net'"):
-            check_rights("net")
+        assert not hub.requests
 
     @pytest.mark.parametrize("revision", ["", "a b", "-x", "a//b", "/a", SHA])
     def test_invalid_branch_names(self, hub: HubServer, revision: str) -> None:
@@ -205,7 +166,3 @@ class TestNames:
         hub.tag("alice/mine", "v1")
         with refused("recipe.wrong_value", "--revision", "v1"):
             check_rights("alice/mine", revision="v1")
-
-
-def test_tokens_of_this_file_have_the_detected_prefix() -> None:
-    assert all(token.startswith("hf_") for token in (WRITE_TOKEN, READ_TOKEN, OTHER_TOKEN))

@@ -16,7 +16,6 @@ from torch import zeros
 from finetune.errors import HubError
 from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.publish.push_checks import check_card, check_no_secrets, files_to_push, is_run_dir
-from finetune.publish.repo_client import RepoClient
 
 __all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
@@ -73,9 +72,7 @@ class TestFilesToPush:
 
 class TestSecrets:
     def check_secrets(self, folder: Path, text: str = "message") -> None:
-        check_no_secrets(
-            files_to_push(folder), text, folder.parent / "run", RepoClient("alice/net")
-        )
+        check_no_secrets(files_to_push(folder), text, folder.parent / "run")
 
     @pytest.mark.usefixtures("hub")
     def test_clean_folder(self, folder: Path) -> None:
@@ -133,7 +130,7 @@ class TestSecrets:
 
 class TestCard:
     def check(self, folder: Path) -> None:
-        check_card(RepoClient("alice/net"), files_to_push(folder))
+        check_card("alice/net", files_to_push(folder))
 
     def test_valid_and_missing_card(self, hub: HubServer, folder: Path) -> None:
         self.check(folder)

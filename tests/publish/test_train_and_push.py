@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations, upload_in_subprocess
+from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations
 from hub_server import HubServer, point_clients_at
 from ranks import run_rank_command_on_hub, run_two_ranks
 from recipe_texts import tiny_recipe_text
@@ -73,12 +73,12 @@ def test_missing_rights_fail_before_training(
 
 
 def test_failed_push_keeps_the_finished_run(
-    hub: HubServer, recipe: Path, tmp_path: Path, capsys
+    hub: HubServer, recipe: Path, tmp_path: Path, capfd
 ) -> None:
     out = tmp_path / "run"
-    hub.fail(r"POST .*/commit/", status=503, times=None)
+    hub.fail(r"POST .*/commit/", status=403, times=None)
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
-    stderr = capsys.readouterr().err
+    stderr = capfd.readouterr().err
     assert "Traceback" not in stderr
     command = f"finetune push {out} alice/digits"
     assert command in stderr
@@ -95,7 +95,7 @@ def test_resuming_a_finished_run_pushes_only_if_not_yet_pushed(
     hub: HubServer, recipe: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    hub.fail(r"POST .*/commit/", status=503, times=None)
+    hub.fail(r"POST .*/commit/", status=403, times=None)
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 7
     hub.faults.clear()
     assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
@@ -109,12 +109,11 @@ def test_resuming_a_finished_run_pushes_only_if_not_yet_pushed(
 
 
 def test_signal_during_the_push_keeps_the_finished_run(
-    hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    hub: HubServer, recipe: Path, tmp_path: Path, capfd
 ) -> None:
-    monkeypatch.setattr("finetune.publish.push.upload_in_subprocess", upload_in_subprocess)
     out = tmp_path / "run"
     hub.fail("/preupload/", kind="hang", times=None)
-    with send_signals_after(hub, "/preupload/", [signal.SIGINT] * 2):
+    with send_signals_after(hub, "/preupload/", [signal.SIGINT]):
         assert cli.main(["train", str(recipe), "--out", str(out)]) == 130
     shown = capfd.readouterr().err
     assert "Traceback" not in shown

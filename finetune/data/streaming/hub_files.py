@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 from huggingface_hub import HfApi, is_offline_mode
-from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 
 from finetune.data.hub_dataset import (
     cached_commit,
+    download_configuration,
     force_offline,
     resolve_commit,
     snapshot_folder,
@@ -23,13 +23,7 @@ from finetune.data.hub_dataset import (
 )
 from finetune.data.streaming.remote_file import HubDatasetFile, LocalFile
 from finetune.errors import DataError, HubError
-from finetune.hub.client import (
-    TransientHubError,
-    expect_json,
-    is_connection_error,
-    monitor_requests,
-    retry,
-)
+from finetune.hub.client import TransientHubError, hub_errors, retry
 from finetune.log import warn_once
 
 __all__ = ["DatasetFiles", "describe_hub_files", "list_parquet_files"]
@@ -63,12 +57,8 @@ def list_parquet_files(
     """
     if is_offline_mode():
         return _list_cached(source, repo_id, config, revision)
-    seen = cached_commit(repo_id, revision)
-    has_copy = seen is not None and any(snapshot_folder(repo_id, seen).rglob("*.parquet"))
     try:
-        return retry(
-            source, lambda: _list_online(source, repo_id, config, revision), has_copy=has_copy
-        )
+        return retry(source, lambda: _list_online(source, repo_id, config, revision))
     except TransientHubError as error:
         with force_offline():
             return _list_cached(source, repo_id, config, revision, error)
@@ -79,25 +69,17 @@ def _list_online(
 ) -> DatasetFiles:
     import datasets
 
-    infos, error = None, None
-    with monitor_requests(all_threads=True) as monitor:
-        commit = resolve_commit(source, repo_id, revision)
-        try:
-            builder = datasets.load_dataset_builder(repo_id, config, revision=commit)
-            paths = _paths_by_split(source, builder, commit)
-            infos = _get_paths_info(
-                repo_id, commit, [path for group in paths.values() for path in group]
-            )
-        except DataError:
-            if monitor.last_error is None:
-                raise
-        except Exception as caught:  # `datasets` raises any type of error
-            error = caught
-    if infos is None:
-        if monitor.last_error is not None or is_connection_error(error):
-            raise monitor.last_error or TransientHubError("the connection was dropped")
-        assert error is not None  # without an error, infos is set
-        raise to_user_error(source, revision, monitor.permanent_error() or error) from None
+    commit = resolve_commit(source, repo_id, revision)
+    download_configuration(source, repo_id, commit)
+    try:
+        builder = datasets.load_dataset_builder(repo_id, config, revision=commit)
+        paths = _paths_by_split(source, builder, commit)
+        all_paths = [path for group in paths.values() for path in group]
+        infos = _get_paths_info(source, repo_id, commit, all_paths)
+    except DataError:
+        raise
+    except Exception as error:  # `datasets` raises any type of error
+        raise to_user_error(source, revision, error) from None
     files = {
         split: [HubDatasetFile(source, repo_id, commit, path, *infos[path]) for path in group]
         for split, group in paths.items()
@@ -117,12 +99,8 @@ def describe_hub_files(
     """
 
     def request() -> tuple[str, dict[str, tuple[int, str]]]:
-        with monitor_requests(all_threads=True) as monitor:
-            commit = resolve_commit(source, repo_id, revision)
-            try:
-                return commit, _get_paths_info(repo_id, commit, paths)
-            except HTTPError as error:
-                raise to_user_error(source, revision, monitor.permanent_error() or error) from None
+        commit = resolve_commit(source, repo_id, revision)
+        return commit, _get_paths_info(source, repo_id, commit, paths)
 
     try:
         commit, infos = retry(source, request)
@@ -136,10 +114,12 @@ def describe_hub_files(
     return [HubDatasetFile(source, repo_id, commit, path, *infos[path]) for path in paths]
 
 
-def _get_paths_info(repo_id: str, commit: str, paths: list[str]) -> dict[str, tuple[int, str]]:
+def _get_paths_info(
+    source: str, repo_id: str, commit: str, paths: list[str]
+) -> dict[str, tuple[int, str]]:
     """Request the metadata of files from the Hub. Returns: (size in bytes, ETag) by path."""
     infos = {}
-    with expect_json(repo_id):
+    with hub_errors(source, commit, not_found_error=DataError, repo_noun="dataset"):
         for first in range(0, len(paths), _PATHS_PER_REQUEST):
             some = paths[first : first + _PATHS_PER_REQUEST]
             for file in HfApi().get_paths_info(repo_id, some, revision=commit, repo_type="dataset"):

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import build_hf_headers
 
 from finetune.errors import DataError, HubError
 from finetune.hub.client import (
-    RequestMonitor,
     TransientHubError,
-    httpx,
-    is_connection_error,
-    permanent_hub_error,
+    check_server_status,
+    hub_errors,
+    redact,
     retry,
+    user_error,
 )
 
 __all__ = ["HubDatasetFile", "LocalFile", "ShardFile", "WebFile"]
@@ -149,9 +149,10 @@ class HubDatasetFile:
         headers |= {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         session = get_session()
         request = session.build_request("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS)
-        monitor = RequestMonitor(storage_hosts=() if is_hub else (urlsplit(url).hostname or "",))
-        response = monitor.send(session.send, request, stream=True, follow_redirects=False)
+        with hub_errors(self.display_name):
+            response = session.send(request, stream=True, follow_redirects=False)
         try:
+            check_server_status(response)
             if is_hub:
                 self._check_unchanged(
                     response.headers, is_redirect=response.status_code in _REDIRECT_STATUS_CODES
@@ -163,9 +164,8 @@ class HubDatasetFile:
                 return target
             self._check_range_response(response, offset, length)
             body = _read_body(response, length)
-        except Exception as error:
-            if not is_connection_error(error):
-                raise
+        except HTTPError:
+            pass
         else:
             if len(body) == length:
                 return body
@@ -203,7 +203,7 @@ class HubDatasetFile:
         try:
             hf_raise_for_status(response)
         except HfHubHTTPError as error:
-            known = permanent_hub_error(
+            known = user_error(
                 error, self.source, self.commit, not_found_error=DataError, repo_noun="dataset"
             )
             if known is not None:
@@ -277,23 +277,22 @@ class WebFile:
         headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         options: dict[str, Any] = {"headers": headers, "timeout": _TIMEOUT_SECONDS}
 
-        def send(request: Any, **options: Any) -> Any:
-            response = session.send(request, **options)
-            self._check_status(response.status_code)
-            return response
-
-        monitor = RequestMonitor(
-            storage_hosts=(urlsplit(self.url).hostname or "",), server_name="the server"
-        )
         try:
             request = session.build_request("GET", self.url, **options)
-            response = monitor.send(send, request, stream=True, follow_redirects=True)
-        except (httpx.RequestError, httpx.InvalidURL) as error:
+            response = session.send(request, stream=True, follow_redirects=True)
+        except Exception as error:  # of httpx, also for an invalid URL
+            is_valid = re.fullmatch(r"[\w.:\[\]-]+", urlsplit(self.url).hostname or "")
+            if is_valid and isinstance(user_error(error, self.display_name), TransientHubError):
+                cause = redact(f"{type(error).__name__}: {error}")
+                text = f"the server cannot be reached ({cause})"
+                raise TransientHubError(text, code="hub.unreachable") from None
             raise HubError(
                 f"{self.display_name}: cannot be requested ({error}); check its URL",
                 code="hub.wrong_answer",
             ) from None
         try:
+            self._check_status(response.status_code)
+            check_server_status(response, server_name="the server")
             span = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
             if response.status_code != 206 or not span or span[3] == "*":
                 raise HubError(
@@ -301,11 +300,9 @@ class WebFile:
                     f"{response.status_code}); download it, and give its path",
                     code="hub.wrong_answer",
                 )
-            tag = response.headers.get("etag") or response.headers.get("last-modified", "")
+            tag = response.headers.get("etag") or response.headers.get("last-modified") or ""
             body = _read_body(response, length)
-        except Exception as error:
-            if not is_connection_error(error):
-                raise
+        except HTTPError:
             raise TransientHubError("the connection was dropped") from None
         finally:
             response.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import traceback
 from pathlib import Path
@@ -89,6 +90,13 @@ class TestRetries:
             with refused("hub.unreachable", "ReadTimeout"):
                 call_whoami()
 
+    def test_keeps_the_client_of_the_program(self, hub: HubServer) -> None:
+        session = get_session()
+        call_whoami()
+        call_whoami()
+        assert get_session() is session
+        assert len(session.event_hooks["request"]) == 2, "the library's own, and the time limit"
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -169,3 +177,11 @@ class TestRedact:
         redacted = redact("a\n\n  b\t" + "c" * 5000)
         assert redacted.startswith("a b c")
         assert len(redacted) == 300
+
+
+def test_log_lines_of_the_library_show_no_signed_urls() -> None:
+    [handler] = logging.getLogger("huggingface_hub").handlers
+    arguments = ("https://store/file?Signature=secret",)
+    record = logging.LogRecord("huggingface_hub.x", 30, "", 0, "from %s: dropped", arguments, None)
+    assert handler.filter(record)
+    assert record.getMessage() == "from https://store/file dropped"

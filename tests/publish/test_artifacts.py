@@ -17,7 +17,6 @@ from refusals import refused
 from finetune.files import file_sha256
 from finetune.publish.artifacts import (
     PUBLISHED_FILES,
-    _publishable_results,
     publishable_recipe,
     rewrite_artifacts,
 )
@@ -150,12 +149,15 @@ def test_published_recipe_strips_folders_from_the_model_name(name: str, shown: s
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_published_mistakes_have_no_absolute_paths(split: str) -> None:
+def test_published_mistakes_have_no_absolute_paths(runs: Path, tmp_path: Path, split: str) -> None:
+    run = shutil.copytree(runs / "c", tmp_path / "run")
+    results = json.loads((run / "results.json").read_text())
     names = ["/secret/photos/a.png", "cats/b.png"]
-    results = {split: {"top1": 0.5, "mistakes": [{"name": name, "index": 3} for name in names]}}
-    shown = _publishable_results(results)[split]
-    assert shown["top1"] == 0.5
-    assert shown["mistakes"] == [{"name": "a.png", "index": 3}, {"name": "cats/b.png", "index": 3}]
+    results[split]["mistakes"] = [{"name": name, "index": 3} for name in names]
+    (run / "results.json").write_text(json.dumps(results))
+    rewrite_artifacts(RunDir(run))
+    published = json.loads((run / "model" / "results.json").read_text())[split]["mistakes"]
+    assert published == [{"name": "a.png", "index": 3}, {"name": "cats/b.png", "index": 3}]
 
 
 def test_published_files_contain_no_local_paths_or_tokens(

@@ -119,7 +119,13 @@ def hub_errors(
         known = user_error(
             error, display_name, revision, not_found_error=not_found_error, repo_noun=repo_noun
         )
-        if known is None and isinstance(error, _STRUCTURE_ERRORS):
+        if known is None and isinstance(error, UnicodeEncodeError):
+            known = HubError(
+                f"{display_name}: the token of {token_source()} contains a character that no token "
+                "has; copy it again",
+                code="hub.forbidden",
+            )
+        elif known is None and isinstance(error, _STRUCTURE_ERRORS):
             known = HubError(
                 f"{display_name}: unexpected response from the hub ({type(error).__name__}); check "
                 "HF_ENDPOINT and the proxy, or try again later",

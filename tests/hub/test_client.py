@@ -124,6 +124,15 @@ class TestErrors:
         with refused("hub.forbidden", "rejects the token of HF_TOKEN"):
             call_whoami()
 
+    @pytest.mark.parametrize("token", ["hf_zoë", "hf_line\u2028x"])
+    def test_token_that_is_invalid_in_a_header(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", token)
+        with refused("hub.forbidden", "HF_TOKEN", "copy it again") as caught:
+            call_whoami()
+        assert token not in "".join(traceback.format_exception(caught.value))
+
     @pytest.mark.parametrize(
         "body", [b"null", b"[]", b"7", b"<html>", b"[" * 200_000], ids=lambda body: body[:6]
     )

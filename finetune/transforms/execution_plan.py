@@ -7,16 +7,17 @@ point, enlarges the image.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from finetune.errors import RecipeError
 from finetune.transforms.spec_parser import TransformCall
 
 __all__ = [
-    "ExecutionPlan",
     "HeightWidth",
     "PlanStep",
     "check_output_size",
+    "format_plan",
     "plan_execution",
     "size_after_operation",
 ]
@@ -26,56 +27,28 @@ HeightWidth = tuple[int, int]  # height, width in pixels
 
 @dataclass
 class PlanStep:
-    """One step of the plan: fused geometric operations or a single pixel operation."""
+    """One step of the plan: fused geometric operations or a single pixel operation.
 
-    positions: list[int]  # indices of the operations in the transform spec
+    Attributes:
+        positions: indices of the operations in the transform spec.
+        sizes: the image size before the step, then after each geometric operation.
+        is_moved: a pixel operation that moved before an enlargement.
+    """
+
+    positions: list[int]
+    sizes: list[HeightWidth]
     is_geometric: bool
-    input_size: HeightWidth
-    output_size: HeightWidth
-    output_sizes: list[HeightWidth] = field(
-        default_factory=list
-    )  # after each operation of a geometric step
+    is_moved: bool = False
 
     @property
     def enlarges(self) -> bool:
-        return self.output_size[0] * self.output_size[1] > self.input_size[0] * self.input_size[1]
-
-
-@dataclass
-class ExecutionPlan:
-    """All steps before normalization, and the positions of operations that were moved."""
-
-    steps: list[PlanStep] = field(default_factory=list)
-    moved_positions: list[int] = field(default_factory=list)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Indices of the operations in the transform spec, in execution order."""
-        return tuple(position for step in self.steps for position in step.positions)
-
-    def format_steps(self, calls: list[TransformCall]) -> str:
-        """Format the plan with one line per step, in execution order."""
-        lines = []
-        for step in self.steps:
-            names = ", ".join(calls[position].name for position in step.positions)
-            if step.is_geometric:
-                sizes = f"{_format_size(step.input_size)} to {_format_size(step.output_size)}"
-                lines.append(f"{names}: {sizes}, one resampling")
-            else:
-                note = (
-                    " (moved before the enlargement)"
-                    if step.positions[0] in self.moved_positions
-                    else ""
-                )
-                lines.append(f"{names}: at {_format_size(step.input_size)}{note}")
-        lines.append("normalise")
-        lines += [call.name for call in calls if call.operation.role in ("erase", "mix")]
-        return "\n".join(lines)
+        (height, width), (height_after, width_after) = self.sizes[0], self.sizes[-1]
+        return height_after * width_after > height * width
 
 
 def plan_execution(
     calls: list[TransformCall], size: HeightWidth, image_size: HeightWidth, transform_spec: str
-) -> ExecutionPlan:
+) -> list[PlanStep]:
     """Plan the execution of the operations for source images of one size.
 
     Args:
@@ -83,32 +56,25 @@ def plan_execution(
         size: (height, width) of the source images.
         image_size: (height, width) that the model expects.
         transform_spec: the spec as the user wrote it, for the error message.
+    Returns: all steps before normalization.
     Raises: RecipeError if the operations do not turn `size` into `image_size`.
     """
-    plan, run, current = ExecutionPlan(), None, size
+    steps: list[PlanStep] = []
+    run, current = None, size
     for position, call in enumerate(calls):
         role = call.operation.role
         if role == "geometry":
-            after = size_after_operation(call, current, image_size)
             if run is None:
-                run = PlanStep([], is_geometric=True, input_size=current, output_size=after)
-                plan.steps.append(run)
+                run = PlanStep([], [current], is_geometric=True)
+                steps.append(run)
+            current = size_after_operation(call, current, image_size)
             run.positions.append(position)
-            run.output_sizes.append(after)
-            current = run.output_size = after
+            run.sizes.append(current)
         elif role == "pixels" and run is not None and run.enlarges:
-            moved_step = PlanStep(
-                [position],
-                is_geometric=False,
-                input_size=run.input_size,
-                output_size=run.input_size,
-            )
-            plan.steps.insert(plan.steps.index(run), moved_step)
-            plan.moved_positions.append(position)
+            step = PlanStep([position], [run.sizes[0]], is_geometric=False, is_moved=True)
+            steps.insert(steps.index(run), step)
         elif role == "pixels":
-            plan.steps.append(
-                PlanStep([position], is_geometric=False, input_size=current, output_size=current)
-            )
+            steps.append(PlanStep([position], [current], is_geometric=False))
             run = None
     if current != image_size:
         advice = "end with resize, or a crop without a size"
@@ -119,7 +85,24 @@ def plan_execution(
             f"{_format_size(current)}, but the model expects {_format_size(image_size)}; {advice}",
             code="recipe.wrong_size",
         )
-    return plan
+    return steps
+
+
+def format_plan(steps: Sequence[PlanStep], calls: list[TransformCall]) -> str:
+    """Format the steps and what follows them, one line each, in execution order."""
+    lines = []
+    for step in steps:
+        names = ", ".join(calls[position].name for position in step.positions)
+        before, after = _format_size(step.sizes[0]), _format_size(step.sizes[-1])
+        if step.is_geometric:
+            lines.append(f"{names}: {before} to {after}, one resampling")
+        else:
+            lines.append(
+                f"{names}: at {before}{' (moved before the enlargement)' if step.is_moved else ''}"
+            )
+    lines.append("normalise")
+    lines += [call.name for call in calls if call.operation.role in ("erase", "mix")]
+    return "\n".join(lines)
 
 
 def size_after_operation(

@@ -24,8 +24,8 @@ not depend on the image sizes, as long as the operations run in the same order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,25 +35,22 @@ from torch import Tensor
 from finetune.transforms.color import color_jitter
 from finetune.transforms.corruption import corrupt
 from finetune.transforms.execution_plan import (
-    ExecutionPlan,
     HeightWidth,
     PlanStep,
     check_output_size,
+    format_plan,
     plan_execution,
-    size_after_operation,
 )
 from finetune.transforms.geometry import (
-    AxisTransform,
-    apply_matrices,
-    apply_selection,
     box_mask,
     center_crop_start,
     rotation_matrices,
     warp_affine,
 )
 from finetune.transforms.mixing import mix_batch
-from finetune.transforms.ragged import RaggedAxisTransform, RaggedBatch, resample_ragged
+from finetune.transforms.ragged import RaggedBatch, resample_ragged, unpack
 from finetune.transforms.rand_augment import rand_augment
+from finetune.transforms.resample import AxisTransform, resample, select_pixels
 from finetune.transforms.sample_rng import (
     SampleKeys,
     SampleRNG,
@@ -63,15 +60,13 @@ from finetune.transforms.sample_rng import (
     sample_keys,
     to_device,
 )
-from finetune.transforms.spec_parser import TransformCall, parse_transform_spec
+from finetune.transforms.spec_parser import parse_transform_spec
 
 __all__ = ["Pipeline", "sample_keys"]
 
-_MAX_CHUNK_VALUES = 2**26  # 256 MiB as float32
 _MAX_CACHED_PLANS = 4096  # one per image size
 
 IntArray = npt.NDArray[np.int64]
-_AnyAxis = AxisTransform | RaggedAxisTransform
 
 
 class Pipeline:
@@ -84,6 +79,7 @@ class Pipeline:
         interpolation: default filter of resizes: nearest, bilinear, bicubic or lanczos.
         train: True rejects `corrupt`; False rejects all random operations except `corrupt`.
         decode_size: the recipe's data.decode_size; only stored, for the image decoder.
+        max_part_values: split batches whose buffers would have more values; 256 MiB as float32.
     Raises: RecipeError if the spec is invalid or cannot produce `image_size`.
     """
 
@@ -97,9 +93,11 @@ class Pipeline:
         interpolation: str = "bicubic",
         train: bool = True,
         decode_size: int | None = None,
+        max_part_values: int = 2**26,
     ) -> None:
         self.transform_spec = transform_spec
         self.decode_size = decode_size
+        self.max_part_values = max_part_values
         self.image_size = (int(image_size[0]), int(image_size[1]))
         self.interpolation = interpolation
         calls = parse_transform_spec(transform_spec, train=train)
@@ -111,7 +109,7 @@ class Pipeline:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(3, 1, 1)
         # {device: scale and shift on that device}
         self._normalization_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._plans: dict[HeightWidth, ExecutionPlan] = {}
+        self._plans: dict[HeightWidth, list[PlanStep]] = {}
         check_output_size(calls, self.image_size, transform_spec)
 
     def __call__(
@@ -138,127 +136,37 @@ class Pipeline:
         host_keys = self._keys_on_host(keys, len(images))
         if not isinstance(images, Tensor | RaggedBatch):
             images = RaggedBatch.from_images(images)
-        source_device = images.device if isinstance(images, Tensor) else images.pixels.device
-        target = source_device if device is None else torch.device(device)
-        if isinstance(images, Tensor):
-            parts = _split_same_size(len(images), (images.shape[-2], images.shape[-1]))
-        else:
+        target = images.device if device is None else torch.device(device)
+        if isinstance(images, RaggedBatch):
             images, parts = images.to(target), self._split_ragged(images)
+        else:
+            parts = self._split_same_size(np.arange(len(images)), images.shape[2:])
         with torch.autocast(target.type, enabled=False):  # autocast would use bf16 matmuls
             if len(parts) == 1:
-                return self._process_rows(images, parts[0], host_keys, dtype, target)
+                return self._process_part(images, parts[0], host_keys, dtype, target)
             result = torch.empty(len(images), 3, *self.image_size, dtype=dtype, device=target)
             for rows in parts:
-                part_keys = None if host_keys is None else host_keys[rows]
-                part = self._process_rows(images, rows, part_keys, dtype, target)
+                part = self._process_part(images, rows, host_keys[rows], dtype, target)
                 result[to_device(rows, target)] = part
         return result
 
-    def _keys_on_host(self, keys: SampleKeys | Tensor | None, count: int) -> SampleKeys | None:
-        """Return the keys as a uint64 array in host memory."""
+    def _keys_on_host(self, keys: SampleKeys | Tensor | None, count: int) -> SampleKeys:
+        """Return the keys as a uint64 array in host memory; zeros if nothing is random."""
         if keys is None:
             assert not self.is_random, f"'{self.transform_spec}' has random operations and no keys"
-            return None
+            return np.zeros(count, np.uint64)
         array = keys.cpu().numpy() if isinstance(keys, Tensor) else np.asarray(keys)
         assert array.shape == (count,), f"{array.shape} keys for {count} images"
         return array.astype(np.uint64, copy=False)
 
-    def _process_rows(
-        self,
-        images: Tensor | RaggedBatch,
-        rows: IntArray,
-        keys: SampleKeys | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """Process the images with indices `rows`. Returns: (b, 3, h, w), normalized."""
-        if isinstance(images, RaggedBatch):
-            images = images.select_rows(rows)
-            if images.has_common_size.all():
-                result = self._process_same_size(torch.stack(list(images)), keys, dtype)
-            else:
-                result = self._normalize(self._process_ragged(images, keys))
-        else:
-            chunk = images[rows[0] : rows[-1] + 1].to(device, non_blocking=True)
-            result = self._process_same_size(chunk, keys, dtype)
-        result = result.to(dtype)
-        for position, role in enumerate(self._roles):
-            if role == "erase":
-                result = self._erase_rectangles(result, position, keys)
-        return result
+    def _split_same_size(self, rows: IntArray, size: Sequence[int]) -> list[IntArray]:
+        """Split images of one size into parts whose float32 pixels fit in memory.
 
-    def _process_same_size(
-        self, images: Tensor, keys: SampleKeys | None, dtype: torch.dtype
-    ) -> Tensor:
-        """Process images of one size: (b, 3, H, W) uint8 to (b, 3, h, w), normalized."""
-        assert images.dtype == torch.uint8, images.dtype
-        assert images.shape[1] == 3, images.shape
-        steps = self._plan_for((images.shape[-2], images.shape[-1])).steps
-        is_normalized = False
-        for step in steps:
-            is_last = step is steps[-1]
-            if not step.is_geometric:
-                images = self._apply_pixel_operation(images.float(), step.positions[0], keys, None)
-                continue
-            rows, columns = self._compose_run(step, keys, len(images), images.device)
-            images = apply_selection(images, rows, columns)
-            if is_last and step.enlarges and not (rows.has_zero_rows or columns.has_zero_rows):
-                images, is_normalized = self._normalize(images), True
-            images = apply_matrices(images.to(dtype if is_last else torch.float32), rows, columns)
-            if rows.overshoots or columns.overshoots:
-                images = self._clamp_overshoot(images, is_normalized)
-        return images if is_normalized else self._normalize(images)
-
-    def _process_ragged(self, images: RaggedBatch, keys: SampleKeys | None) -> Tensor:
-        """Process images of several sizes that share one execution order.
-
-        Returns: (b, 3, h, w) float32 from 0 to 255.
+        The split does not change results, because the result of a sample does not depend on its
+        batch.
         """
-        sizes = images.sizes_B2
-        canvas: Tensor | None = None
-        for steps in zip(*(self._plan_for(size).steps for size in _as_tuples(sizes)), strict=True):
-            if steps[0].is_geometric:
-                if canvas is not None:
-                    images = RaggedBatch.from_canvas(canvas, sizes)
-                canvas = self._resample_run(images, steps, keys)
-                sizes = np.array([step.output_size for step in steps])
-                continue
-            if canvas is None:
-                canvas = resample_ragged(images, *map(RaggedAxisTransform, sizes.T))
-            canvas = self._apply_pixel_operation(canvas, steps[0].positions[0], keys, sizes)
-        return (
-            resample_ragged(images, *map(RaggedAxisTransform, sizes.T))
-            if canvas is None
-            else canvas
-        )
-
-    def _resample_run(
-        self, images: RaggedBatch, steps: Sequence[PlanStep], keys: SampleKeys | None
-    ) -> Tensor:
-        """Apply one geometric step to images of several sizes.
-
-        Args:
-            steps: the step of each image; sizes differ, operations are the same.
-        Returns: (b, 3, h, w) float32.
-        """
-        rows, columns = map(RaggedAxisTransform, images.sizes_B2.T)
-        sizes = np.array([step.output_sizes for step in steps])  # after each operation
-        for index, position in enumerate(steps[0].positions):
-            call = self._calls[position]
-            if rows.is_resized and call.name in ("resize", "random_resized_crop"):
-                current_sizes = np.stack([rows.length, columns.length], axis=1)
-                images = RaggedBatch.from_canvas(
-                    resample_ragged(images, rows, columns), current_sizes
-                )
-                rows, columns = map(RaggedAxisTransform, current_sizes.T)
-            rng = SampleRNG(
-                keys if keys is not None else np.zeros(len(images), np.uint64), position
-            )
-            self._add_geometric_operation(
-                call, rows, columns, rng, (sizes[:, index, 0], sizes[:, index, 1])
-            )
-        canvas = resample_ragged(images, rows, columns)
-        return canvas.clamp_(0, 255) if rows.overshoots or columns.overshoots else canvas
+        max_images = max(1, self.max_part_values // (3 * size[0] * size[1]))
+        return [rows[start : start + max_images] for start in range(0, len(rows), max_images)]
 
     def _split_ragged(self, images: RaggedBatch) -> list[IntArray]:
         """Split images of several sizes into parts of one execution order that fit in memory.
@@ -268,95 +176,140 @@ class Pipeline:
 
         Returns: the image indices of each part.
         """
-        sizes_B2, common_rows = images.sizes_B2, np.flatnonzero(images.has_common_size)
-        parts = [
-            common_rows[rows]
-            for rows in _split_same_size(len(common_rows), images.common_size or (1, 1))
-        ]
+        is_common, parts = images.has_common_size, []
+        if images.common_size is not None:
+            parts = self._split_same_size(np.flatnonzero(is_common), images.common_size)
+        sizes_B2 = images.sizes_B2
         groups: dict[tuple[int, ...], list[int]] = {}
         canvas_sizes = np.zeros_like(sizes_B2)  # largest intermediate canvas of each image
-        for row, size in enumerate(_as_tuples(sizes_B2)):
-            if size == images.common_size:
-                continue
-            plan = self._plan_for(size)
-            groups.setdefault(plan.order, []).append(row)
-            step_sizes = [step.input_size for step in plan.steps if not step.is_geometric]
-            step_sizes += [
-                size_HW
-                for step in plan.steps
-                if step.is_geometric
-                for size_HW in step.output_sizes[:-1]
-            ]
-            canvas_sizes[row] = np.max([(0, 0), *step_sizes], axis=0)
+        for row in np.flatnonzero(~is_common).tolist():
+            steps = self._plan_for(sizes_B2[row])
+            order = tuple(position for step in steps for position in step.positions)
+            groups.setdefault(order, []).append(row)
+            sizes = [step.sizes[1:-1] if step.is_geometric else step.sizes for step in steps]
+            canvas_sizes[row] = np.max([(0, 0), *itertools.chain(*sizes)], axis=0)
         for group in groups.values():
             part: list[int] = []
             for row in sorted(group, key=lambda row: sizes_B2[row].max()):
-                if (
-                    part
-                    and _estimate_num_values(sizes_B2[[*part, row]], canvas_sizes[[*part, row]])
-                    > _MAX_CHUNK_VALUES
-                ):
+                grown = [*part, row]
+                num_values = _estimate_num_values(sizes_B2[grown], canvas_sizes[grown])
+                if part and num_values > self.max_part_values:
                     parts.append(np.array(part))
-                    part = []
-                part.append(row)
+                    grown = [row]
+                part = grown
             parts.append(np.array(sorted(part)))
         return parts
 
-    def _compose_run(
-        self, step: PlanStep, keys: SampleKeys | None, count: int, device: torch.device
-    ) -> tuple[AxisTransform, AxisTransform]:
-        """Fuse the operations of a geometric step into one transform per axis."""
-        rows = AxisTransform(step.input_size[0], device)
-        columns = AxisTransform(step.input_size[1], device)
-        for position in step.positions:
-            rng = SampleRNG(keys if keys is not None else np.zeros(count, np.uint64), position)
-            call = self._calls[position]
-            size = size_after_operation(call, (rows.length, columns.length), self.image_size)
-            self._add_geometric_operation(call, rows, columns, rng, size)
-        return rows, columns
-
-    def _add_geometric_operation(
+    def _process_part(
         self,
-        call: TransformCall,
-        rows: _AnyAxis,
-        columns: _AnyAxis,
-        rng: SampleRNG,
-        output_size: tuple[Any, Any],
-    ) -> None:
-        """Add one geometric operation to the transforms of both axes.
+        images: Tensor | RaggedBatch,
+        rows: IntArray,
+        keys: SampleKeys,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Process the images with indices `rows`, which share one execution order.
+
+        Returns: (b, 3, h, w), normalized.
+        """
+        if isinstance(images, Tensor):
+            images = images[rows[0] : rows[-1] + 1].to(device, non_blocking=True)
+        else:
+            images = images.select_rows(rows)
+            if images.has_common_size.all():
+                images = torch.stack(list(images))
+        result = self._run_steps(images, keys, dtype).to(dtype)
+        for position, role in enumerate(self._roles):
+            if role == "erase":
+                result = self._erase_rectangles(result, position, keys)
+        return result
+
+    def _run_steps(
+        self, images: Tensor | RaggedBatch, keys: SampleKeys, dtype: torch.dtype
+    ) -> Tensor:
+        """Apply all steps of the execution plan, and normalize.
+
+        Between the steps, images of several sizes share a canvas (b, 3, H, W); `sizes` has the
+        height and width of each.
+
+        Returns: (b, 3, h, w), of `dtype` or float32.
+        """
+        if isinstance(images, Tensor):
+            sizes, plans = None, [self._plan_for(images.shape[2:])]
+        else:
+            sizes, plans = images.sizes_B2, [self._plan_for(size) for size in images.sizes_B2]
+        is_normalized = False
+        for index, step in enumerate(plans[0]):
+            if not step.is_geometric:
+                images = unpack(images) if isinstance(images, RaggedBatch) else images.float()
+                images = self._apply_pixel_operation(images, step.positions[0], keys, sizes)
+                continue
+            rows, columns = self._fuse_operations([plan[index] for plan in plans], keys, sizes)
+            if sizes is not None and isinstance(images, Tensor):
+                images = RaggedBatch.from_canvas(images, sizes)
+            if isinstance(images, RaggedBatch):
+                images = resample_ragged(images, rows, columns)
+                sizes = np.stack([rows.length, columns.length], axis=1)
+            else:
+                images = select_pixels(images, rows, columns)
+                is_last = step is plans[0][-1]
+                if is_last and step.enlarges and not (rows.pads_result or columns.pads_result):
+                    images, is_normalized = self._normalize(images), True  # of fewer pixels
+                images = resample(images.to(dtype if is_last else torch.float32), rows, columns)
+            if rows.overshoots or columns.overshoots:
+                images = self._clamp_overshoot(images, is_normalized)
+        if isinstance(images, RaggedBatch):
+            images = unpack(images)
+        return images if is_normalized else self._normalize(images)
+
+    def _fuse_operations(
+        self, steps: Sequence[PlanStep], keys: SampleKeys, image_sizes: IntArray | None
+    ) -> tuple[AxisTransform, AxisTransform]:
+        """Fuse the operations of a geometric step into one transform per axis.
 
         Args:
-            output_size: (height, width) after the operation; each is an int or (b,).
+            steps: the step of each image, with the same operations at different sizes; or one step
+                for all images.
+            image_sizes: (b, 2) image sizes; None if all images have one size.
+        Returns: the transforms of the rows and of the columns.
         """
-        arguments = call.arguments
-        size = (rows.length, columns.length)
-        height, width = output_size
-        interpolation = arguments.get("interpolation") or self.interpolation
-        if call.name == "resize":
-            rows.resize(height, interpolation)
-            columns.resize(width, interpolation)
-        elif call.name == "flip":
-            columns.flip(rng.bernoulli(arguments["p"]))
-        elif call.name == "vertical_flip":
-            rows.flip(rng.bernoulli(arguments["p"]))
-        elif call.name == "center_crop":
-            rows.crop(center_crop_start(size[0], height), height)
-            columns.crop(center_crop_start(size[1], width), width)
-        elif call.name == "random_crop":
-            padding = arguments["padding"]
-            margin = (size[0] + 2 * padding - height, size[1] + 2 * padding - width)
-            top, left = draw_crop_offsets(rng, margin)
-            rows.crop(top - padding, height)
-            columns.crop(left - padding, width)
-        else:
-            top, left, heights, widths = draw_crop_windows(
-                rng, size, arguments["scale"], arguments["ratio"]
-            )
-            rows.resize(height, interpolation, starts=top, lengths=heights)
-            columns.resize(width, interpolation, starts=left, lengths=widths)
+        # heights, widths: before the step, then after each operation
+        heights, widths = np.array([step.sizes for step in steps]).T
+        if image_sizes is None:
+            heights, widths = heights[:, 0], widths[:, 0]
+        rows, columns = AxisTransform(heights[0]), AxisTransform(widths[0])
+        for position, height, width in zip(
+            steps[0].positions, heights[1:], widths[1:], strict=True
+        ):
+            call, rng = self._calls[position], SampleRNG(keys, position)
+            arguments = call.arguments
+            interpolation = arguments.get("interpolation") or self.interpolation
+            if call.name == "resize":
+                rows.resize(height, interpolation)
+                columns.resize(width, interpolation)
+            elif call.name == "flip":
+                columns.flip(rng.bernoulli(arguments["p"]))
+            elif call.name == "vertical_flip":
+                rows.flip(rng.bernoulli(arguments["p"]))
+            elif call.name == "center_crop":
+                rows.crop(center_crop_start(rows.length, height), height)
+                columns.crop(center_crop_start(columns.length, width), width)
+            elif call.name == "random_crop":
+                padding = arguments["padding"]
+                margin = rows.length + 2 * padding - height, columns.length + 2 * padding - width
+                top, left = draw_crop_offsets(rng, margin)
+                rows.crop(top, height, padding=padding)
+                columns.crop(left, width, padding=padding)
+            else:
+                top, left, window_heights, window_widths = draw_crop_windows(
+                    rng, (rows.length, columns.length), arguments["scale"], arguments["ratio"]
+                )
+                rows.resize(height, interpolation, starts=top, lengths=window_heights)
+                columns.resize(width, interpolation, starts=left, lengths=window_widths)
+        return rows, columns
 
     def _apply_pixel_operation(
-        self, images: Tensor, position: int, keys: SampleKeys | None, sizes: IntArray | None
+        self, images: Tensor, position: int, keys: SampleKeys, sizes: IntArray | None
     ) -> Tensor:
         """Apply one pixel operation to float32 images, which may be overwritten.
 
@@ -365,7 +318,6 @@ class Pipeline:
             sizes: (b, 2) image sizes if the images share a canvas, else None; see
                 finetune.transforms.color.
         """
-        assert keys is not None  # all pixel operations are random
         call, rng = self._calls[position], SampleRNG(keys, position)
         if call.name == "color_jitter":
             return color_jitter(images, rng, sizes=sizes, **call.arguments)
@@ -380,9 +332,8 @@ class Pipeline:
             images, rotation_matrices(angles), call.arguments["interpolation"], sizes
         )
 
-    def _erase_rectangles(self, images: Tensor, position: int, keys: SampleKeys | None) -> Tensor:
+    def _erase_rectangles(self, images: Tensor, position: int, keys: SampleKeys) -> Tensor:
         """Apply the random_erasing at `position` in the spec."""
-        assert keys is not None
         arguments, rng = self._calls[position].arguments, SampleRNG(keys, position)
         is_erased = rng.bernoulli(arguments["p"])
         height, width = images.shape[2:]
@@ -415,7 +366,6 @@ class Pipeline:
             for position, (call, role) in enumerate(zip(self._calls, self._roles, strict=True))
             if role == "mix"
         ]
-        assert host_keys is not None
         assert calls, "the spec has neither mixup nor cutmix"
         return mix_batch(
             images_BCHW, targets_BK, host_keys, partner_rows, calls, num_calls=len(self._calls)
@@ -423,16 +373,18 @@ class Pipeline:
 
     def format_plan(self, size: HeightWidth) -> str:
         """Format the execution plan for images of one size, one line per step."""
-        return self._plan_for(size).format_steps(self._calls)
+        return format_plan(self._plan_for(size), self._calls)
 
-    def _plan_for(self, size: HeightWidth) -> ExecutionPlan:
-        if size not in self._plans:
+    def _plan_for(self, size: Sequence[int] | IntArray) -> list[PlanStep]:
+        """Return the execution plan for images of one size (height, width)."""
+        height_width = (int(size[0]), int(size[1]))
+        if height_width not in self._plans:
             if len(self._plans) >= _MAX_CACHED_PLANS:
                 self._plans.clear()
-            self._plans[size] = plan_execution(
-                self._calls, size, self.image_size, self.transform_spec
+            self._plans[height_width] = plan_execution(
+                self._calls, height_width, self.image_size, self.transform_spec
             )
-        return self._plans[size]
+        return self._plans[height_width]
 
     def _normalize(self, images: Tensor) -> Tensor:
         """Compute (x / 255 - mean) / std in float32, in one pass over the pixels."""
@@ -452,22 +404,7 @@ class Pipeline:
         return images
 
 
-def _split_same_size(count: int, size: HeightWidth) -> list[IntArray]:
-    """Split images of one size into parts whose float32 pixels fit in memory.
-
-    The split does not change results, because the result of a sample does not depend on its batch.
-    """
-    max_images = max(1, _MAX_CHUNK_VALUES // (3 * size[0] * size[1]))
-    return [
-        np.arange(start, min(start + max_images, count)) for start in range(0, count, max_images)
-    ]
-
-
 def _estimate_num_values(sizes_b2: IntArray, canvas_sizes_b2: IntArray) -> int:
     """Estimate the largest number of values in one buffer: pixels, canvas or filter weights."""
     canvas, weights = 3 * canvas_sizes_b2.max(axis=0).prod(), 16 * sizes_b2.max()
     return max(3 * int(sizes_b2.prod(axis=1).sum()), len(sizes_b2) * int(max(canvas, weights)))
-
-
-def _as_tuples(sizes_B2: IntArray) -> list[HeightWidth]:
-    return [(height, width) for height, width in sizes_B2.tolist()]

@@ -4,6 +4,10 @@ One buffer holds the pixels of all images, one image after another. Each output 
 sum of a few source pixels; one `embedding_bag` call computes these sums for all images, first down
 the columns, then another one along the rows. The result of a sample is bit-identical in every
 batch, because its sums contain only its own terms and the sum of its weights is exact.
+
+A matrix product cannot take the place of these sums: padded to the largest image of the batch, it
+would add in an order that depends on the batch; for one image after another, the number of kernel
+launches would grow with the batch.
 """
 
 # B images, Q column strips of all images, T filter taps (terms of a sum), C channels,
@@ -20,14 +24,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.transforms.geometry import FILTER_RADIUS, filter_weights, nearest_source_pixels
+from finetune.transforms.resample import (
+    FILTER_RADIUS,
+    AxisTransform,
+    Resize,
+    Selection,
+    count_taps,
+    nearest_pixels,
+    unscaled_taps,
+)
 from finetune.transforms.sample_rng import to_device
 
-__all__ = ["STRIP_WIDTH", "TAIL_PADDING", "RaggedAxisTransform", "RaggedBatch", "resample_ragged"]
+__all__ = ["TAIL_PADDING", "RaggedBatch", "resample_ragged", "unpack"]
 
 STRIP_WIDTH = 32  # pixels; all columns of a strip are processed as one vector
-TAIL_PADDING = 3 * STRIP_WIDTH  # values after the last image, as a strip may extend beyond its row
 _WEIGHT_STEPS = 2.0**40  # weights are rounded to multiples of 1 / this, so their sum is exact
+TAIL_PADDING = 3 * STRIP_WIDTH  # values after the last image, as a strip may extend beyond its row
 
 IntArray = npt.NDArray[np.int64]
 
@@ -101,6 +113,10 @@ class RaggedBatch(Sequence[Tensor]):
         return RaggedBatch(self.pixels, sizes, offsets, strides, self.common_size)
 
     @property
+    def device(self) -> torch.device:
+        return self.pixels.device
+
+    @property
     def has_common_size(self) -> npt.NDArray[np.bool_]:
         """Return a (B,) mask: True for images of size `common_size`."""
         size = self.common_size or (-1, -1)
@@ -111,40 +127,8 @@ class RaggedBatch(Sequence[Tensor]):
         return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
-class _PixelSelection:
-    """Fused crops, pads and flips along one axis: output i is source pixel start + direction * i.
-
-    Attributes:
-        start: (B,) source pixel of output 0.
-        length: (B,) number of outputs.
-        direction: (B,) 1, or -1 if flipped.
-        valid_start, valid_end: (B,) outputs from valid_start to valid_end - 1 are source pixels;
-            all others are zero padding.
-    """
-
-    def __init__(self, length: IntArray) -> None:
-        self.length = self.valid_end = length
-        self.start = self.valid_start = np.zeros_like(length)
-        self.direction = np.ones_like(length)
-
-    def crop(self, starts: IntArray, length: IntArray) -> None:
-        self.start = self.start + self.direction * starts
-        self.valid_start, self.valid_end = (
-            np.clip(end - starts, 0, length) for end in (self.valid_start, self.valid_end)
-        )
-        self.length = length
-
-    def flip(self, is_flipped: npt.NDArray[np.bool_]) -> None:
-        last = self.start + self.direction * (self.length - 1)
-        low, high = self.length - self.valid_end, self.length - self.valid_start
-        self.start = np.where(is_flipped, last, self.start)
-        self.direction = np.where(is_flipped, -self.direction, self.direction)
-        self.valid_start = np.where(is_flipped, low, self.valid_start)
-        self.valid_end = np.where(is_flipped, high, self.valid_end)
-
-
 class _FilterTaps(NamedTuple):
-    """Resampling taps along one axis: indices and weights of each output pixel's source pixels.
+    """Source pixels and weights of each output pixel along one axis.
 
     Attributes:
         positions_BhT: int64 indices of source pixels, relative to read_start_B.
@@ -160,169 +144,122 @@ class _FilterTaps(NamedTuple):
     read_length_B: IntArray
 
 
-class RaggedAxisTransform:
-    """Fused geometric operations along one axis of images of different lengths, at most one resize.
-
-    The counterpart of `AxisTransform` for a `RaggedBatch`.
-
-    Attributes:
-        overshoots: True if a filter with negative weights was used.
-    """
-
-    def __init__(self, length: IntArray) -> None:
-        self._source = self._result = _PixelSelection(length)
-        self._resize_window: tuple[IntArray, IntArray, IntArray, str] | None = None
-        self.overshoots = False
-
-    @property
-    def length(self) -> IntArray:
-        """Return the current lengths (B,) in pixels."""
-        return self._result.length
-
-    @property
-    def is_resized(self) -> bool:
-        """True if `resize` was called."""
-        return self._resize_window is not None
-
-    def crop(self, starts: IntArray, length: IntArray) -> None:
-        """Crop to windows (B,); parts beyond the axis become zeros."""
-        self._result.crop(starts, length)
-
-    def flip(self, is_flipped: npt.NDArray[np.bool_]) -> None:
-        """Reverse the axis of the images where is_flipped (B,) is True."""
-        self._result.flip(is_flipped)
-
-    def resize(
-        self,
-        target: IntArray,
-        interpolation: str,
-        *,
-        starts: IntArray | None = None,
-        lengths: IntArray | None = None,
-    ) -> None:
-        """Resize the full axis, or one window per image, to `target` (B,) pixels; only once."""
-        assert self._resize_window is None
-        if starts is None or lengths is None:
-            starts, lengths = np.zeros_like(self.length), self.length
-        self._resize_window = starts, lengths, target, interpolation
-        self._result = _PixelSelection(target)
-        self.overshoots |= interpolation in ("bicubic", "lanczos")
-
-    def filter_taps(self, device: torch.device) -> _FilterTaps:
-        """Return the resampling taps: for each output pixel, its source pixels and weights."""
-        source, result = self._source, self._result
-        if self._resize_window is None:  # no resize: all operations are in `source`
-            result = _PixelSelection(source.length)
-            identity_window = np.zeros_like(source.length), source.length, source.length, "nearest"
-        starts, lengths, target, interpolation = self._resize_window or identity_window
-        first, last = self._read_range(starts, lengths, target, interpolation, result)
-        is_empty = first >= last  # only padding: read the first pixel with weight 0
-        first, last = np.where(is_empty, 0, first), np.where(is_empty, 1, last)
-        end_pixels = (
-            source.start + source.direction * first,
-            source.start + source.direction * (last - 1),
-        )
-        read_start = np.where(is_empty, 0, np.minimum(*end_pixels))
-        start = np.where(is_empty, 0, source.start - read_start)
-        num_taps = np.ones_like(target)
-        if interpolation != "nearest":
-            support = FILTER_RADIUS[interpolation] * np.maximum(1, lengths / target)
-            num_taps = np.ceil(2 * support).astype(np.int64) + 1
-        columns = [result.start, result.direction, np.where(is_empty, 0, result.valid_start)]
-        columns += [np.where(is_empty, 0, result.valid_end), starts, lengths, target, num_taps]
-        columns += [first, last - 1, start, source.direction]
-        params = to_device(np.stack(columns), device)[:, :, None, None]
-        result_positions = torch.arange(int(result.length.max()), device=device)[:, None]
-        positions = params[0] + params[1] * result_positions
-        is_valid = (result_positions >= params[2]) & (result_positions < params[3])
-        if interpolation == "nearest":
-            if self._resize_window is not None:
-                pixels = to_device(nearest_source_pixels(lengths, target), device)[:, :, None]
-                positions = pixels.gather(1, positions.clamp(0, pixels.shape[1] - 1))
-            taps, weights = positions, torch.ones_like(positions, dtype=torch.float32)
-        else:
-            tap_indices = torch.arange(int(num_taps.max()), device=device)
-            taps, weights = _tap_weights(
-                positions, tap_indices, params[5], params[6], params[7], interpolation
-            )
-        taps = params[4] + taps
-        weights = torch.where(is_valid & (taps >= params[8]) & (taps <= params[9]), weights, 0)
-        source_positions = params[10] + params[11] * torch.minimum(
-            torch.maximum(taps, params[8]), params[9]
-        )
-        return _FilterTaps(source_positions, weights, num_taps, read_start, last - first)
-
-    def _read_range(
-        self,
-        starts: IntArray,
-        lengths: IntArray,
-        target: IntArray,
-        interpolation: str,
-        result: _PixelSelection,
-    ) -> tuple[IntArray, IntArray]:
-        """Return start and end (B,) of the positions before the resize that must be read.
-
-        These are source pixels (not padding) inside the resize window and within the filter radius
-        of the output.
-        """
-        edges = np.sort(
-            [
-                result.start + result.direction * end
-                for end in (result.valid_start, result.valid_end - 1)
-            ],
-            0,
-        )
-        scale = lengths / target
-        # 1 pixel of tolerance for float32 rounding
-        reach = FILTER_RADIUS[interpolation] * np.maximum(1, scale) + 1
-        nearby = starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
-        first = np.maximum.reduce([self._source.valid_start, starts, nearby[0]])
-        return first, np.minimum.reduce([self._source.valid_end, starts + lengths, nearby[1] + 1])
-
-
-def _tap_weights(
-    positions: Tensor,
-    tap_indices: Tensor,
-    lengths: Tensor,
-    target: Tensor,
-    num_taps: Tensor,
-    interpolation: str,
-) -> tuple[Tensor, Tensor]:
-    """Return the filter taps of target pixels with the same weights as in `resize_matrix`.
-
-    Args:
-        positions: (B, h, 1) target pixels.
-        tap_indices: (T,) 0, 1, …, T - 1.
-        lengths: (B, 1, 1) window lengths in pixels.
-        target: (B, 1, 1) resized lengths in pixels.
-        num_taps: (B, 1, 1) number of taps in use.
-    Returns: source pixels within the window, and their weights, each (B, h, T).
-    """
-    scale = lengths.float() / target
-    stretch = scale.clamp(min=1.0)
-    center = (positions + 0.5) * scale
-    taps = torch.floor(center - FILTER_RADIUS[interpolation] * stretch + 0.5) + tap_indices
-    weights = filter_weights((taps + 0.5 - center) / stretch, interpolation)
-    weights = weights * ((taps >= 0) & (taps < lengths) & (tap_indices < num_taps))
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
-    rounded = (weights.to(dtype) * _WEIGHT_STEPS).round_()
-    return taps.long(), (rounded / rounded.sum(2, keepdim=True)).float()
-
-
-def resample_ragged(
-    images: RaggedBatch, rows: RaggedAxisTransform, columns: RaggedAxisTransform
-) -> Tensor:
-    """Apply fused geometric operations to a batch.
+def resample_ragged(images: RaggedBatch, rows: AxisTransform, columns: AxisTransform) -> Tensor:
+    """Apply all operations to a batch; a second resize costs a second resampling.
 
     Args:
         images: a batch with pixel values from 0 to 255.
-        rows: operations along the vertical axis.
-        columns: operations along the horizontal axis.
+        rows: operations along the vertical axis, with lengths (B,).
+        columns: operations along the horizontal axis, with as many resizes as `rows`.
     Returns: (B, 3, h, w) float32, where h and w are the largest output sizes; smaller outputs are
         padded with zeros at the bottom and right.
     """
     device = images.pixels.device
-    row_taps, column_taps = rows.filter_taps(device), columns.filter_taps(device)
+    canvas = None
+    for row_pass, column_pass in zip(_split_passes(rows), _split_passes(columns), strict=True):
+        if canvas is not None:
+            sizes = np.stack([row_pass[0].length, column_pass[0].length], axis=1)
+            images = RaggedBatch.from_canvas(canvas, sizes)
+        canvas = _weighted_sums(
+            images, _filter_taps(*row_pass, device), _filter_taps(*column_pass, device)
+        )
+    assert canvas is not None
+    return canvas
+
+
+def unpack(images: RaggedBatch) -> Tensor:
+    """Return the images on a shared canvas (B, 3, H, W) float32, each in its upper left corner."""
+    return resample_ragged(images, *map(AxisTransform, images.sizes_B2.T))
+
+
+def _split_passes(axis: AxisTransform) -> list[tuple[Selection, Resize, Selection]]:
+    """Split the operations into resizes, each with the selections before and after it."""
+    first = axis.selections[0]
+    if not axis.resizes:
+        zeros = np.zeros_like(first.length)
+        copy = Resize(zeros, first.length, first.length, first.length, "nearest")
+        return [(first, copy, Selection(first.length))]
+    sources = [first, *(Selection(resize.source) for resize in axis.resizes[1:])]
+    return list(zip(sources, axis.resizes, axis.selections[1:], strict=True))
+
+
+def _filter_taps(
+    source: Selection, resize: Resize, result: Selection, device: torch.device
+) -> _FilterTaps:
+    """Return the taps of one resize, with the selections before and after it."""
+    starts, lengths, _, targets, interpolation = resize
+    first, last = _read_range(source, resize, result)
+    is_empty = first >= last  # only padding: read the first pixel with weight 0
+    first, last = np.where(is_empty, 0, first), np.where(is_empty, 1, last)
+    end_pixels = (
+        source.start + source.direction * first,
+        source.start + source.direction * (last - 1),
+    )
+    read_start = np.where(is_empty, 0, np.minimum(*end_pixels))
+    start = np.where(is_empty, 0, source.start - read_start)
+    num_taps = (
+        np.ones_like(targets)
+        if interpolation == "nearest"
+        else count_taps(lengths, targets, interpolation)
+    )
+    columns = [result.start, result.direction, np.where(is_empty, 0, result.valid_start)]
+    columns += [np.where(is_empty, 0, result.valid_end), starts, lengths, targets, num_taps]
+    columns += [first, last - 1, start, source.direction]
+    params = to_device(np.stack(columns), device)[:, :, None, None]
+    result_positions = torch.arange(int(result.length.max()), device=device)[:, None]
+    positions = params[0] + params[1] * result_positions
+    is_valid = (result_positions >= params[2]) & (result_positions < params[3])
+    if interpolation == "nearest":
+        pixels = to_device(nearest_pixels(lengths, targets), device)[:, :, None]
+        taps = pixels.gather(1, positions.clamp(0, pixels.shape[1] - 1))
+        weights = torch.ones_like(taps, dtype=torch.float32)
+    else:
+        max_taps = int(num_taps.max())
+        taps, weights = unscaled_taps(positions, max_taps, params[5], params[6], interpolation)
+        # float64 sums of rounded weights are exact: the number of taps depends on the batch
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        is_used = torch.arange(max_taps, device=device) < params[7]
+        rounded = ((weights * is_used).to(dtype) * _WEIGHT_STEPS).round_()
+        weights = (rounded / rounded.sum(2, keepdim=True)).float()
+    taps = params[4] + taps
+    weights = torch.where(is_valid & (taps >= params[8]) & (taps <= params[9]), weights, 0)
+    source_positions = params[10] + params[11] * torch.minimum(
+        torch.maximum(taps, params[8]), params[9]
+    )
+    return _FilterTaps(source_positions, weights, num_taps, read_start, last - first)
+
+
+def _read_range(source: Selection, resize: Resize, result: Selection) -> tuple[IntArray, IntArray]:
+    """Return start and end (B,) of the positions before a resize that must be read.
+
+    These are source pixels (not padding) inside the resize window and within the filter radius of
+    the output.
+    """
+    edges = np.sort(
+        [
+            result.start + result.direction * end
+            for end in (result.valid_start, result.valid_end - 1)
+        ],
+        0,
+    )
+    scale = resize.lengths / resize.target
+    # 1 pixel of tolerance for float32 rounding
+    reach = FILTER_RADIUS[resize.interpolation] * np.maximum(1, scale) + 1
+    nearby = resize.starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
+    first = np.maximum.reduce([source.valid_start, resize.starts, nearby[0]])
+    ends = [source.valid_end, resize.starts + resize.lengths, nearby[1] + 1]
+    return first, np.minimum.reduce(ends)
+
+
+def _weighted_sums(images: RaggedBatch, row_taps: _FilterTaps, column_taps: _FilterTaps) -> Tensor:
+    """Compute the weighted sums along both axes, down the columns first.
+
+    The columns of an image are split into strips of `STRIP_WIDTH` pixels; all columns of a strip
+    are processed as one vector.
+
+    Returns: (B, 3, h, w) float32.
+    """
+    device = images.pixels.device
     strips_B = -(-column_taps.read_length_B // STRIP_WIDTH)
     strip_offsets_B = strips_B.cumsum() - strips_B
     image_Q = np.repeat(np.arange(len(images)), strips_B)
@@ -340,20 +277,20 @@ def resample_ragged(
         (len(images.pixels) // 3 - STRIP_WIDTH + 1, 3 * STRIP_WIDTH), (3, 1)
     )
     table = all_strips.index_select(0, strip_table[0, strip] + row * strip_table[1, strip]).float()
-    row_sums = _weighted_sums(table, row_taps, image_Q, height_Q.cumsum() - height_Q)
+    row_sums = _sum_along_axis(table, row_taps, image_Q, height_Q.cumsum() - height_Q)
     table = (
         row_sums.view(len(image_Q), -1, STRIP_WIDTH, 3)
         .transpose(1, 2)
         .reshape(len(image_Q) * STRIP_WIDTH, -1)
     )
-    result = _weighted_sums(
+    result = _sum_along_axis(
         table, column_taps, np.arange(len(images)), strip_offsets_B * STRIP_WIDTH
     )
     width = column_taps.weights_BhT.shape[1]
     return result.view(len(images), width, -1, 3).permute(0, 3, 2, 1).contiguous()
 
 
-def _weighted_sums(
+def _sum_along_axis(
     table: Tensor, taps: _FilterTaps, image_Q: IntArray, start_Q: IntArray
 ) -> Tensor:
     """Compute the weighted sums of all strips along one axis.

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms.v2 import functional as tv
 
-from finetune.transforms import pipeline as pipeline_module
 from finetune.transforms.color import color_jitter
 from finetune.transforms.operations import INTERPOLATIONS
 from finetune.transforms.pipeline import Pipeline, sample_keys
@@ -199,6 +198,16 @@ def test_samples_do_not_depend_on_the_batch(dtype: torch.dtype, target: tuple[in
     assert ((other_epoch - batched).abs().amax((1, 2, 3)) > 0).all()
 
 
+def test_samples_without_padding_do_not_depend_on_the_batch() -> None:
+    # four of these crops contain none of the padding
+    images, keys = synthetic_photos(16, 20, 20), make_keys(16)
+    pipeline = make_pipeline("resize(40) | random_crop(padding=4)")
+    single = [
+        pipeline(images[index : index + 1], keys=keys[index : index + 1]) for index in range(16)
+    ]
+    assert torch.equal(torch.cat(single), pipeline(images, keys=keys))
+
+
 @pytest.mark.parametrize("size", [(300, 280), (200, 256)])
 @pytest.mark.parametrize("target", [(64, 64), (192, 192)])
 def test_large_images_do_not_depend_on_batch_and_threads(
@@ -250,7 +259,7 @@ def test_ragged_batches_equal_dense_batches(transforms: str) -> None:
 
 @pytest.mark.parametrize("transforms", TRANSFORM_SPECS)
 def test_samples_do_not_depend_on_the_sizes_in_the_batch(
-    transforms: str, monkeypatch: pytest.MonkeyPatch
+    transforms: str,
 ) -> None:
     images = [synthetic_photo(*size, seed) for seed, size in enumerate(SIZES)]
     keys, pipeline = make_keys(len(images)), make_pipeline(transforms)
@@ -259,7 +268,7 @@ def test_samples_do_not_depend_on_the_sizes_in_the_batch(
         alone = pipeline([image], keys=keys[[index]], dtype=torch.bfloat16)
         assert torch.equal(alone[0], batched[index])
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
-    monkeypatch.setattr(pipeline_module, "_MAX_CHUNK_VALUES", 3 * 100 * 50)
+    pipeline.max_part_values = 3 * 100 * 50
     shuffled = pipeline([images[index] for index in order], keys=keys[order], dtype=torch.bfloat16)
     assert torch.equal(shuffled, batched[order])
 
@@ -320,14 +329,19 @@ def test_a_panorama_does_not_pad_the_other_images() -> None:
         assert max_bytes[1] < 2 * max_bytes[0]
 
 
-def test_memory_limit_splits_batches_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, keys = synthetic_photos(10), make_keys(10)
-    pipeline = make_pipeline(ALL_OPERATIONS, (48, 48))
-    dense, ragged = pipeline(images, keys=keys), pipeline(list(images), keys=keys)
-    monkeypatch.setattr(pipeline_module, "_MAX_CHUNK_VALUES", 3 * 32 * 32 * 4)
-    assert [len(chunk) for chunk in pipeline_module._split_same_size(10, (32, 32))] == [4, 4, 2]
-    assert torch.equal(pipeline(images, keys=keys), dense)
-    assert torch.equal(pipeline(list(images), keys=keys), ragged)
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_memory_limit_splits_batches_without_a_difference(is_ragged: bool) -> None:
+    photos, keys = synthetic_photos(16), make_keys(16)
+    images: Any = list(photos) if is_ragged else photos
+    results, counts = [], []
+    for limit in (2**26, 3 * 32 * 32 * 4):
+        pipeline = make_pipeline("random_resized_crop | flip", (48, 48))
+        pipeline.max_part_values = limit
+        with OperationCounter() as counter:
+            results.append(pipeline(images, keys=keys))
+        counts.append(counter.num_operations)
+    assert torch.equal(*results)
+    assert counts[1] > 3 * counts[0]  # at most four images at a time
 
 
 def test_does_not_modify_its_input() -> None:
@@ -369,6 +383,10 @@ def test_clips_overshoots() -> None:
         # bf16 represents 255; the product with the scale rounds once
         assert resized.max() in (255, 256)
     assert make_unnormalized_pipeline("resize", (20, 20))(images).max() <= 255
+    # the first of two resizes overshoots, the second one does not
+    pipeline = make_unnormalized_pipeline("resize(48) | resize(interpolation='bilinear')", (20, 20))
+    for batch in (images, [images[0], images[1, :, :30]]):
+        assert 0 <= pipeline(batch).min() < pipeline(batch).max() <= 255
 
 
 def test_accepts_keys_as_torch_tensors() -> None:

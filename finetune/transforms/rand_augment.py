@@ -112,7 +112,8 @@ def apply_rand_augment_op(
         return posterize(images_B3HW, round(8 - 4 * relative_magnitude))
     if name == "Solarize":
         is_solarized = images_B3HW >= 255 * (1 - relative_magnitude)
-        return torch.where(is_solarized, 255 - images_B3HW, images_B3HW)
+        # a bilinear warp can exceed 255 by rounding, and posterize would turn -1e-5 into -8
+        return torch.where(is_solarized, (255 - images_B3HW).clamp_(min=0), images_B3HW)
     if name == "AutoContrast":
         return autocontrast(images_B3HW, sizes)
     return equalize(images_B3HW, sizes) if name == "Equalize" else images_B3HW

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from finetune.transforms import color, rand_augment
+from finetune.transforms.geometry import rotation_matrices, warp_affine
 from finetune.transforms.sample_rng import SampleRNG, sample_keys
 
 # Largest allowed mean difference to torchvision's uint8 path, in levels of 255.
@@ -217,6 +218,13 @@ def test_equalize_and_posterize_accept_values_between_levels(images: Tensor) -> 
     assert torch.equal(color.posterize(between, 4), color.posterize(images.float(), 4))
 
 
-def test_a_wide_jitter_range_has_no_negative_factor() -> None:
-    assert color._jitter_range(1.5, 1.0) == (0.0, 2.5)
-    assert color._jitter_range(0.1, 0.0) == (-0.1, 0.1)
+@pytest.mark.parametrize("sizes", [None, np.tile([[20, 30]], (8, 1))])
+def test_operations_after_a_bilinear_rotation_stay_within_the_range(
+    sizes: np.ndarray | None,
+) -> None:
+    white = torch.full((8, 3, 20, 30), 255.0)
+    images = warp_affine(white, rotation_matrices(np.linspace(5, 40, 8)), "bilinear", sizes)
+    assert images.max() > 255  # by rounding
+    for name in ("Solarize", "Posterize"):
+        images = rand_augment.apply_rand_augment_op(images, name, 0.7, np.ones(8), "nearest")
+        assert images.min() >= 0

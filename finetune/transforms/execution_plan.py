@@ -7,7 +7,6 @@ point, enlarges the image.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.errors import RecipeError
@@ -17,7 +16,6 @@ __all__ = [
     "HeightWidth",
     "PlanStep",
     "check_output_size",
-    "format_plan",
     "plan_execution",
     "size_after_operation",
 ]
@@ -32,13 +30,11 @@ class PlanStep:
     Attributes:
         positions: indices of the operations in the transform spec.
         sizes: the image size before the step, then after each geometric operation.
-        is_moved: a pixel operation that moved before an enlargement.
     """
 
     positions: list[int]
     sizes: list[HeightWidth]
     is_geometric: bool
-    is_moved: bool = False
 
     @property
     def enlarges(self) -> bool:
@@ -71,7 +67,7 @@ def plan_execution(
             run.positions.append(position)
             run.sizes.append(current)
         elif role == "pixels" and run is not None and run.enlarges:
-            step = PlanStep([position], [run.sizes[0]], is_geometric=False, is_moved=True)
+            step = PlanStep([position], [run.sizes[0]], is_geometric=False)
             steps.insert(steps.index(run), step)
         elif role == "pixels":
             steps.append(PlanStep([position], [current], is_geometric=False))
@@ -86,23 +82,6 @@ def plan_execution(
             code="recipe.wrong_size",
         )
     return steps
-
-
-def format_plan(steps: Sequence[PlanStep], calls: list[TransformCall]) -> str:
-    """Format the steps and what follows them, one line each, in execution order."""
-    lines = []
-    for step in steps:
-        names = ", ".join(calls[position].name for position in step.positions)
-        before, after = _format_size(step.sizes[0]), _format_size(step.sizes[-1])
-        if step.is_geometric:
-            lines.append(f"{names}: {before} to {after}, one resampling")
-        else:
-            lines.append(
-                f"{names}: at {before}{' (moved before the enlargement)' if step.is_moved else ''}"
-            )
-    lines.append("normalise")
-    lines += [call.name for call in calls if call.operation.role in ("erase", "mix")]
-    return "\n".join(lines)
 
 
 def size_after_operation(

@@ -6,11 +6,11 @@ the same augmentation in any batch, on any rank and after a resume.
 
 Execution order. Consecutive geometric operations (resize, crops, flips) are fused into one
 resampling. If they enlarge the image, a color operation or rotation written after them moves before
-them, which is the same work on fewer pixels; otherwise operations run in the written order.
-`Pipeline.format_plan` shows the order for a given source size. A moved operation processes the
-source image: contrast uses the mean gray value of the whole source even if a crop follows; a
-rotation turns around the center of the source, before any change of aspect ratio, and its nearest
-interpolation picks source pixels. Normalization, random_erasing, mixup and cutmix come last.
+them, which is the same work on fewer pixels; otherwise operations run in the written order
+(finetune.transforms.execution_plan). A moved operation processes the source image: contrast uses
+the mean gray value of the whole source even if a crop follows; a rotation turns around the center
+of the source, before any change of aspect ratio, and its nearest interpolation picks source pixels.
+Normalization, random_erasing, mixup and cutmix come last.
 
 Between operations, pixel values are float32 from 0 to 255 and are not rounded.
 
@@ -38,7 +38,6 @@ from finetune.transforms.execution_plan import (
     HeightWidth,
     PlanStep,
     check_output_size,
-    format_plan,
     plan_execution,
 )
 from finetune.transforms.geometry import (
@@ -114,7 +113,7 @@ class Pipeline:
 
     def __call__(
         self,
-        images: Sequence[Tensor] | Tensor,
+        images: Tensor | RaggedBatch | Sequence[Tensor],
         *,
         keys: SampleKeys | Tensor | None = None,
         dtype: torch.dtype = torch.float32,
@@ -217,7 +216,7 @@ class Pipeline:
         else:
             images = images.select_rows(rows)
             if images.has_common_size.all():
-                images = torch.stack(list(images))
+                images = torch.stack([images[row] for row in range(len(images))])
         result = self._run_steps(images, keys, dtype).to(dtype)
         for position, role in enumerate(self._roles):
             if role == "erase":
@@ -370,10 +369,6 @@ class Pipeline:
         return mix_batch(
             images_BCHW, targets_BK, host_keys, partner_rows, calls, num_calls=len(self._calls)
         )
-
-    def format_plan(self, size: HeightWidth) -> str:
-        """Format the execution plan for images of one size, one line per step."""
-        return format_plan(self._plan_for(size), self._calls)
 
     def _plan_for(self, size: Sequence[int] | IntArray) -> list[PlanStep]:
         """Return the execution plan for images of one size (height, width)."""

@@ -15,9 +15,9 @@ launches would grow with the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RaggedBatch(Sequence[Tensor]):
+class RaggedBatch:
     """A batch of images of different sizes in one buffer.
 
     Attributes:
@@ -91,26 +91,20 @@ class RaggedBatch(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self.sizes_B2)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> RaggedBatch: ...
-    def __getitem__(self, index: int | slice) -> Tensor | RaggedBatch:
-        """Return one image (3, H, W) for an index, or a batch for a slice."""
-        if isinstance(index, slice):
-            return self.select_rows(np.arange(len(self))[index])
+    def __getitem__(self, index: int) -> Tensor:
+        """Return one image (3, H, W), a view of the buffer."""
         height, width = self.sizes_B2[index].tolist()
         stride, start = 3 * int(self.row_strides_B[index]), 3 * int(self.offsets_B[index])
         return self.pixels.as_strided((3, height, width), (1, stride, 3), start)
 
     def select_rows(self, rows: IntArray) -> RaggedBatch:
         """Return a batch of the images with these indices, without copying pixels."""
-        if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
-            return self
-        sizes, offsets, strides = (
-            array[rows] for array in (self.sizes_B2, self.offsets_B, self.row_strides_B)
+        return replace(
+            self,
+            sizes_B2=self.sizes_B2[rows],
+            offsets_B=self.offsets_B[rows],
+            row_strides_B=self.row_strides_B[rows],
         )
-        return RaggedBatch(self.pixels, sizes, offsets, strides, self.common_size)
 
     @property
     def device(self) -> torch.device:

@@ -13,6 +13,7 @@ from scipy.ndimage import gaussian_filter
 
 from finetune.transforms.corruption import corruption_strength
 from finetune.transforms.eval_transforms import add_corruption
+from finetune.transforms.execution_plan import plan_execution
 from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 from finetune.transforms.pipeline import Pipeline, sample_keys
 from finetune.transforms.spec_parser import parse_transform_spec
@@ -150,17 +151,13 @@ def test_noise_depends_on_the_index_of_the_image() -> None:
         pipeline(gray_image)
 
 
-def test_corrupts_before_an_enlargement() -> None:
-    pipeline = Pipeline(
-        add_corruption("resize | normalise", "noise", 1),
-        image_size=(64, 64),
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
-        train=False,
-    )
-    assert pipeline.transform_spec == "resize | corrupt('noise', 1)"
-    assert pipeline.format_plan((32, 32)).startswith("corrupt: at 32x32")
-    assert "corrupt: at 64x64" in pipeline.format_plan((256, 256))
+def test_corruption_is_appended_and_runs_before_an_enlargement() -> None:
+    spec = add_corruption("resize | normalise", "noise", 1)
+    assert spec == "resize | corrupt('noise', 1)"
+    for size, order in [((32, 32), [[1], [0]]), ((256, 256), [[0], [1]])]:
+        calls = parse_transform_spec(spec, train=False)
+        steps = plan_execution(calls, size, (64, 64), spec)
+        assert [step.positions for step in steps] == order
 
 
 @pytest.mark.parametrize(

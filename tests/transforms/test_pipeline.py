@@ -418,12 +418,6 @@ def test_rejects_image_sizes_that_do_not_fit_the_model() -> None:
         make_pipeline("resize(48)")
 
 
-def test_format_plan_shows_the_order() -> None:
-    text = make_pipeline("resize | rotate(3) | mixup", (64, 64)).format_plan((32, 32))
-    assert text.splitlines()[0] == "rotate: at 32x32 (moved before the enlargement)"
-    assert text.splitlines()[-2:] == ["normalise", "mixup"]
-
-
 def mix(transforms: str, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images, targets, mixed images and mixed targets; row i is mixed with row i + 1."""
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,7 @@ def parse_transform_spec(text: str, *, train: bool = True) -> list[TransformCall
 
 def _split_operations(text: str) -> list[ast.expr]:
     """Return one syntax tree node per operation, in written order."""
-    if not isinstance(text, str) or not text.strip():
+    if not text.strip():
         message = "pipeline: empty; write for example 'resize | flip'"
         raise RecipeError(message, code="recipe.wrong_value")
     if len(text) > MAX_CHARACTERS:

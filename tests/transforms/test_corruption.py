@@ -163,14 +163,8 @@ def test_corruption_is_appended_and_runs_before_an_enlargement() -> None:
 @pytest.mark.parametrize(
     "text, code, expected_text",
     [
-        ("corrupt('noise', 0)", "wrong_value", "severity=0"),
         ("corrupt('noise', 6)", "wrong_value", "from 1 to 5"),
-        ("corrupt('noise', 2.5)", "wrong_value", "a whole number"),
-        ("corrupt('noise', True)", "wrong_value", "severity=True"),
-        ("corrupt('noise', None)", "wrong_value", "severity=None"),
         ("corrupt('nose', 3)", "wrong_value", "'noise'"),
-        ("corrupt(None, 3)", "wrong_value", "kind=None"),
-        ("corrupt(noise, 3)", "syntax", "noise"),
         ("corrupt('noise')", "missing_key", "severity"),
         ("corrupt", "missing_key", "corrupt('noise', 3)"),
         ("flip | corrupt('noise', 3)", "conflict", "flip"),

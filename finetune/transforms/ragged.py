@@ -148,7 +148,7 @@ def resample_ragged(images: RaggedBatch, rows: AxisTransform, columns: AxisTrans
     Returns: (B, 3, h, w) float32, where h and w are the largest output sizes; smaller outputs are
         padded with zeros at the bottom and right.
     """
-    device = images.pixels.device
+    device = images.device
     canvas = None
     for row_pass, column_pass in zip(_split_passes(rows), _split_passes(columns), strict=True):
         if canvas is not None:
@@ -181,68 +181,70 @@ def _filter_taps(
     source: Selection, resize: Resize, result: Selection, device: torch.device
 ) -> _FilterTaps:
     """Return the taps of one resize, with the selections before and after it."""
-    starts, lengths, _, targets, interpolation = resize
-    first, last = _read_range(source, resize, result)
-    is_empty = first >= last  # only padding: read the first pixel with weight 0
-    first, last = np.where(is_empty, 0, first), np.where(is_empty, 1, last)
-    end_pixels = (
-        source.start + source.direction * first,
-        source.start + source.direction * (last - 1),
-    )
-    read_start = np.where(is_empty, 0, np.minimum(*end_pixels))
-    start = np.where(is_empty, 0, source.start - read_start)
+    interpolation = resize.interpolation
     num_taps = (
-        np.ones_like(targets)
+        np.ones_like(resize.target)
         if interpolation == "nearest"
-        else count_taps(lengths, targets, interpolation)
+        else count_taps(resize.lengths, resize.target, interpolation)
     )
-    columns = [result.start, result.direction, np.where(is_empty, 0, result.valid_start)]
-    columns += [np.where(is_empty, 0, result.valid_end), starts, lengths, targets, num_taps]
-    columns += [first, last - 1, start, source.direction]
-    params = to_device(np.stack(columns), device)[:, :, None, None]
-    result_positions = torch.arange(int(result.length.max()), device=device)[:, None]
-    positions = params[0] + params[1] * result_positions
-    is_valid = (result_positions >= params[2]) & (result_positions < params[3])
+    first, last = _read_range(source, resize, result)
+    is_empty = first > last  # only padding: read the first pixel with weight 0
+    first, last = np.where(is_empty, 0, first), np.where(is_empty, 0, last)
+    end_pixels = source.start + source.direction * first, source.start + source.direction * last
+    read_start = np.where(is_empty, 0, np.minimum(*end_pixels))
+    arrays_B = [
+        *(resize.starts, resize.lengths, resize.target, num_taps, first, last),
+        *(np.where(is_empty, 0, source.start - read_start), source.direction),
+        *(result.start, result.direction),
+        *(np.where(is_empty, 0, end) for end in (result.valid_start, result.valid_end)),
+    ]
+    parameters = to_device(np.stack(arrays_B), device)[:, :, None, None]
+    window_start, window_length, target, used_taps, first_read, last_read = parameters[:6]
+    source_start, source_direction, result_start, result_direction = parameters[6:10]
+    valid_start, valid_end = parameters[10:]
+    outputs = torch.arange(int(result.length.max()), device=device)[:, None]
+    positions = result_start + result_direction * outputs
     if interpolation == "nearest":
-        pixels = to_device(nearest_pixels(lengths, targets), device)[:, :, None]
+        pixels = to_device(nearest_pixels(resize.lengths, resize.target), device)[:, :, None]
         taps = pixels.gather(1, positions.clamp(0, pixels.shape[1] - 1))
         weights = torch.ones_like(taps, dtype=torch.float32)
     else:
         max_taps = int(num_taps.max())
-        taps, weights = unscaled_taps(positions, max_taps, params[5], params[6], interpolation)
-        # float64 sums of rounded weights are exact: the number of taps depends on the batch
+        taps, weights = unscaled_taps(positions, max_taps, window_length, target, interpolation)
+        # the number of terms depends on the batch, so their sum must be exact
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        is_used = torch.arange(max_taps, device=device) < params[7]
+        is_used = torch.arange(max_taps, device=device) < used_taps
         rounded = ((weights * is_used).to(dtype) * _WEIGHT_STEPS).round_()
         weights = (rounded / rounded.sum(2, keepdim=True)).float()
-    taps = params[4] + taps
-    weights = torch.where(is_valid & (taps >= params[8]) & (taps <= params[9]), weights, 0)
-    source_positions = params[10] + params[11] * torch.minimum(
-        torch.maximum(taps, params[8]), params[9]
+    taps = window_start + taps
+    is_valid = (outputs >= valid_start) & (outputs < valid_end)
+    weights = torch.where(is_valid & (taps >= first_read) & (taps <= last_read), weights, 0)
+    read_taps = torch.minimum(torch.maximum(taps, first_read), last_read)
+    return _FilterTaps(
+        positions_BhT=source_start + source_direction * read_taps,
+        weights_BhT=weights,
+        num_taps_B=num_taps,
+        read_start_B=read_start,
+        read_length_B=last - first + 1,
     )
-    return _FilterTaps(source_positions, weights, num_taps, read_start, last - first)
 
 
 def _read_range(source: Selection, resize: Resize, result: Selection) -> tuple[IntArray, IntArray]:
-    """Return start and end (B,) of the positions before a resize that must be read.
+    """Return the first and last (B,) of the positions before a resize that must be read.
 
     These are source pixels (not padding) inside the resize window and within the filter radius of
-    the output.
+    the output. If there are none, the last comes before the first.
     """
-    edges = np.sort(
-        [
-            result.start + result.direction * end
-            for end in (result.valid_start, result.valid_end - 1)
-        ],
-        0,
-    )
+    ends = [result.valid_start, result.valid_end - 1]
+    edges = np.sort([result.start + result.direction * end for end in ends], 0)
     scale = resize.lengths / resize.target
     # 1 pixel of tolerance for float32 rounding
     reach = FILTER_RADIUS[resize.interpolation] * np.maximum(1, scale) + 1
     nearby = resize.starts + np.floor((edges + 0.5) * scale + [[-1], [1]] * reach).astype(np.int64)
+    last_of_window = resize.starts + resize.lengths - 1
     first = np.maximum.reduce([source.valid_start, resize.starts, nearby[0]])
-    ends = [source.valid_end, resize.starts + resize.lengths, nearby[1] + 1]
-    return first, np.minimum.reduce(ends)
+    last = np.minimum.reduce([source.valid_end - 1, last_of_window, nearby[1]])
+    return first, last
 
 
 def _weighted_sums(images: RaggedBatch, row_taps: _FilterTaps, column_taps: _FilterTaps) -> Tensor:
@@ -253,7 +255,7 @@ def _weighted_sums(images: RaggedBatch, row_taps: _FilterTaps, column_taps: _Fil
 
     Returns: (B, 3, h, w) float32.
     """
-    device = images.pixels.device
+    device = images.device
     strips_B = -(-column_taps.read_length_B // STRIP_WIDTH)
     strip_offsets_B = strips_B.cumsum() - strips_B
     image_Q = np.repeat(np.arange(len(images)), strips_B)

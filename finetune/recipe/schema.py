@@ -297,7 +297,7 @@ class DataSection(Section):
     micro_batch: MicroBatchSize | None = Field(
         None,
         description="largest number of images per forward pass on each process; null: the "
-        "process's share of batch_size; auto: as many as fit in memory",
+        "process's share of batch_size; auto: that share, halved until it fits in memory",
     )
     eval_batch_size: Integer = Field(
         256, ge=1, description="images per forward pass in evaluation, on each process"

@@ -1,51 +1,40 @@
-"""`data.micro_batch: auto`: find the largest micro-batch that fits into memory, once per run.
+"""`data.micro_batch: auto`: halve the micro-batch until it fits into memory, once per run.
 
-The global batch size stays the same; only the number of accumulation steps changes. The memory of a
-micro-batch is estimated (`estimate_memory`); a GPU then runs a real step of that size, while the
-memory that training allocates later is reserved.
+The global batch size stays the same; only the number of accumulation steps changes. A GPU tries a
+real forward and backward pass. A CPU estimates the memory instead: Linux would kill a process that
+takes too much.
 """
+
+# B batch, K classes, C channels, H W pixels
 
 from __future__ import annotations
 
-import bisect
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from finetune.data.feature_loader import AnyLoader
-from finetune.data.loader import ImageLoader
-from finetune.data.sampler import DistributedBatchSampler
+from finetune.data.loader import Batch, ImageLoader, one_hot_targets
 from finetune.errors import RecipeError, SetupError, is_out_of_memory
-from finetune.formatting import format_bytes
 from finetune.host_resources import available_memory_bytes
 from finetune.log import logger
+from finetune.models.freeze import set_train_mode
 from finetune.precision import autocast_dtype
 from finetune.run.directory import RunDir
 from finetune.run.record import RunRecord, read_record, write_record
-from finetune.training.memory import (
-    NO_MEMORY,
-    checkpoint_bytes,
-    estimate_memory,
-    fake_copy,
-    run_step,
-    tensor_bytes,
-    training_state_bytes,
-)
+from finetune.training.gradient_accumulation import copy_statistics
+from finetune.training.peak_memory import measure_peak_memory
 from finetune.training.trainer_state import TrainerState
 
-__all__ = [
-    "available_bytes",
-    "find_largest_fitting",
-    "find_micro_batch_size",
-    "real_step_fits",
-    "resolve_micro_batch_size",
-    "unallocated_state_bytes",
-]
+__all__ = ["find_micro_batch_size", "micro_batch_fits", "resolve_micro_batch_size"]
 
-USABLE_SHARE = 0.8  # of free memory; the rest is for kernel workspace and fragmentation
+_MARGIN_DIVISOR = 4  # try a quarter more images: room for the next input, and for fragmentation
+_USABLE_SHARE = 0.8  # of the free memory of a host
+_NUM_MEASURED_IMAGES = 4
 
 
 def resolve_micro_batch_size(
@@ -69,18 +58,13 @@ def resolve_micro_batch_size(
     trainer.micro_batch_size = micro_batch_size
 
 
-def find_micro_batch_size(
-    trainer: TrainerState, *, step_fits: Callable[[int], bool] | None = None
-) -> int:
-    """Find the largest micro-batch size that fits; every rank must call it, and the smallest wins.
+def find_micro_batch_size(trainer: TrainerState) -> int:
+    """Halve the micro-batch until it fits on every rank; every rank must call this.
 
-    The training state does not change: the steps run on a copy of the network.
+    The training state does not change.
 
     Args:
         trainer: same as for `resolve_micro_batch_size`.
-        step_fits: returns True if a real step with this number of images fits. None uses
-            `real_step_fits` on a GPU; on a CPU only the estimate is used, because running out of
-            memory would end the process.
     Returns: the micro-batch size; if it fits, this is a rank's whole share of the batch.
     Raises: SetupError if not even the smallest size fits; RecipeError for a sharded network.
     """
@@ -89,138 +73,113 @@ def find_micro_batch_size(
             "data.micro_batch=auto: not supported with FSDP; give a number",
             code="recipe.conflict",
         )
-    setup, accelerator = trainer.setup, trainer.accelerator
-    network = accelerator.unwrap_model(trainer.model)
-    dtype = autocast_dtype(accelerator)
-    image_size, device = setup.preprocessing.image_size, accelerator.device
-    largest_micro_batch = _candidate_sizes(
-        setup.sampler, rank=accelerator.process_index, world_size=accelerator.num_processes
-    )
-    share = max(largest_micro_batch)
-    estimate = estimate_memory(
-        network, image_size=image_size, dtype=dtype, num_images=min(share, 32)
-    )
-    distillation = trainer.distillation
-    teacher = NO_MEMORY if distillation is None else distillation.estimate_memory(min(share, 32))
-    estimate += teacher
-    available = available_bytes(device, setup.local_world_size)
-    later = unallocated_state_bytes(trainer)
-    limit = int(available * USABLE_SHARE) - later
-    micro_batch_size = find_largest_fitting(
-        list(largest_micro_batch),
-        lambda size: estimate.bytes_for(largest_micro_batch[size]) <= limit,
-    )
-    if step_fits is None and device.type == "cuda":
-        gradients = tensor_bytes(p for p in network.parameters() if p.requires_grad)
-        reserved = max(later - gradients, 0)  # the copy is as large as the gradients
-        reserved += teacher.bytes_for(micro_batch_size)
-        step_fits = functools.partial(real_step_fits, network, image_size, dtype, reserved)
-    if step_fits is not None:
-        smaller = (size for size in largest_micro_batch if size <= micro_batch_size)
-        micro_batch_size = next(
-            (size for size in smaller if step_fits(largest_micro_batch[size])), 0
-        )
-    smallest = int(
-        torch.as_tensor(accelerator.gather(torch.tensor([micro_batch_size], device=device))).min()
-    )
-    if not smallest:
-        needed = estimate.bytes_for(min(largest_micro_batch.values())) + later
-        raise SetupError(
-            "data.micro_batch=auto: not even a micro-batch of "
-            f"{min(largest_micro_batch)} fits: it needs about {format_bytes(needed)} of "
-            f"{format_bytes(available)} free memory, and a fifth stays in reserve; set "
-            "model.grad_checkpointing=true, or choose a smaller network or image size",
-            code="setup.memory",
-        )
-    if smallest < share:
-        logger.info(_smaller_batch_message(smallest, share, network))
-    return smallest
-
-
-def _candidate_sizes(
-    sampler: DistributedBatchSampler, *, rank: int, world_size: int
-) -> dict[int, int]:
-    """Return the possible micro-batch sizes, which split a rank's share of the batch evenly.
-
-    Returns: a dict from each size to the number of images in its largest micro-batch, sizes in
-        descending order: from the whole share to `sampler.group_size`. The largest micro-batch can
-        exceed the size if the shares of the ranks are uneven.
-    """
-    group_size = sampler.group_size
-    share = -(-(sampler.batch_size // group_size) // world_size)
-    largest_micro_batch = {}
-    for size in sorted(
-        {-(-share // num_micro_batches) * group_size for num_micro_batches in range(1, share + 1)},
-        reverse=True,
-    ):
+    accelerator, sampler = trainer.accelerator, trainer.setup.sampler
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    groups_per_rank = -(-(sampler.batch_size // sampler.group_size) // world_size)
+    share = size = groups_per_rank * sampler.group_size
+    num_micro_batches = 1
+    while True:
         micro_batches = sampler.micro_batches(
             0, rank=rank, world_size=world_size, micro_batch_size=size
         )
-        largest_micro_batch[size] = max(len(indices) for _, indices in micro_batches)
-    return largest_micro_batch
+        # a micro-batch can have an image more than its size, if the shares of the ranks are uneven
+        fits = micro_batch_fits(trainer, max(len(indices) for _, indices in micro_batches))
+        everywhere = accelerator.gather(torch.tensor([int(fits)], device=accelerator.device))
+        if torch.as_tensor(everywhere).min():
+            break
+        if size == sampler.group_size:
+            raise SetupError(
+                f"data.micro_batch=auto: not even a micro-batch of {size} fits into memory; set "
+                "model.grad_checkpointing=true, or choose a smaller network or image size",
+                code="setup.memory",
+            )
+        num_micro_batches *= 2
+        size = -(-groups_per_rank // num_micro_batches) * sampler.group_size
+    if size < share:
+        network = accelerator.unwrap_model(trainer.model)
+        logger.info(_smaller_batch_message(size, share, network))
+    return size
 
 
-def find_largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Return the largest size that fits, or 0, by bisection.
+def micro_batch_fits(trainer: TrainerState, num_images: int) -> bool:
+    """True if the forward and backward pass of a micro-batch fits into the memory of this rank.
 
-    Args:
-        sizes: in descending order; if one fits, all smaller ones do.
-        fits: called about log2(len(sizes)) times.
+    Weights, batch norm statistics and the random state do not change; gradients are freed.
     """
-    index = bisect.bisect_left(sizes, True, key=fits)
-    return sizes[index] if index < len(sizes) else 0
-
-
-def real_step_fits(
-    network: nn.Module,
-    image_size: tuple[int, int],
-    dtype: torch.dtype,
-    reserved_bytes: int,
-    num_images: int,
-) -> bool:
-    """True if a real forward and backward pass fits while `reserved_bytes` are allocated.
-
-    The network, its gradients and the random state do not change.
-    """
-    device = next(network.parameters()).device
-
-    def try_step() -> None:
-        reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
-        run_step(fake_copy(network), num_images, image_size, dtype, train=True)
-        del reserved  # keeps the memory allocated until here
-
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    device = trainer.accelerator.device
+    statistics = [statistic.clone() for statistic in trainer.bn_stats]
+    set_train_mode(trainer.model)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+    ):
         try:
-            try_step()
-            fits = True
+            fits = (_fits_by_estimate if device.type == "cpu" else _fits)(trainer, num_images)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) or should_reduce_batch_size(error)):
                 raise
             fits = False
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    trainer.optimizer.zero_grad()
+    copy_statistics(statistics, trainer.bn_stats)
+    clear_device_cache()
     return fits
 
 
-def available_bytes(device: torch.device, local_world_size: int) -> int:
-    """Return the bytes that this process can still allocate: on the GPU, or its share of RAM."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + unused)
-    return available_memory_bytes() // max(local_world_size, 1)
+def _fits(trainer: TrainerState, num_images: int) -> bool:
+    """Try a micro-batch, while the memory that training allocates later is reserved.
+
+    Returns: True. Raises: RuntimeError if memory runs out.
+    """
+    device = trainer.accelerator.device
+    reserved = torch.empty(_later_bytes(trainer), dtype=torch.uint8, device=device)
+    _forward_backward(trainer, num_images + num_images // _MARGIN_DIVISOR)
+    del reserved  # allocated until here
+    return True
 
 
-def unallocated_state_bytes(trainer: TrainerState) -> int:
-    """Return the bytes that training will allocate later: gradients, moments, CPU snapshot."""
+def _fits_by_estimate(trainer: TrainerState, num_images: int) -> bool:
+    """True if the estimated memory of a micro-batch fits into this rank's share of the host's.
+
+    The memory of a small micro-batch is measured; it grows in proportion to the images.
+    """
+    few = min(num_images, _NUM_MEASURED_IMAGES)
+    _forward_backward(trainer, few)  # allocates the gradients, which stay allocated
+    with measure_peak_memory(trainer.accelerator.device) as memory:
+        _forward_backward(trainer, few)
+    activations = (memory.peak_bytes - memory.start_bytes) * num_images / few
+    later = _later_bytes(trainer)
+    snapshot = trainer.checkpoint_bytes() + later  # written while training continues
+    available = available_memory_bytes() / trainer.setup.local_world_size
+    return activations + later + snapshot <= _USABLE_SHARE * available
+
+
+def _forward_backward(trainer: TrainerState, num_images: int) -> None:
+    """Run a pass without the DDP wrapper: a rank that fails must not make others wait."""
     network = trainer.accelerator.unwrap_model(trainer.model)
-    state = training_state_bytes(network, trainer.recipe.optim)
-    is_resumed = bool(trainer.optimizer.optimizer.state)  # a resumed run has its moments already
-    num_bytes = state["gradients"] + (0 if is_resumed else state["moments"])
-    if trainer.accelerator.device.type == "cpu":  # checkpoints are written during training
-        num_bytes += checkpoint_bytes(state, adapter=trainer.recipe.model.adapter is not None)
-    return num_bytes
+    loss_sum, *_ = trainer.forward(_black_batch(trainer, num_images), model=network)
+    trainer.accelerator.backward(loss_sum)
+
+
+def _black_batch(trainer: TrainerState, num_images: int) -> Batch:
+    """Return a batch of black images of the first class, as large as those of training."""
+    setup, device = trainer.setup, trainer.accelerator.device
+    size, dtype = setup.preprocessing.image_size, autocast_dtype(trainer.accelerator)
+    images_BCHW = torch.zeros(num_images, 3, *size, dtype=dtype, device=device)
+    labels_B = torch.zeros(num_images, dtype=torch.long, device=device)
+    targets_BK = one_hot_targets(labels_B, setup.num_classes)
+    return Batch(
+        images_BCHW,
+        targets_BK.to(torch.uint8) if setup.is_multilabel else labels_B,
+        targets_BK if setup.train_pipeline.has_mixing else None,
+        np.zeros(num_images, dtype=np.int64),
+    )
+
+
+def _later_bytes(trainer: TrainerState) -> int:
+    """Return the bytes of the optimizer's state: two values per weight, if it is still missing."""
+    if trainer.optimizer.optimizer.state:
+        return 0
+    return 2 * sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
 
 
 def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module) -> str:

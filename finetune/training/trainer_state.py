@@ -186,15 +186,18 @@ class TrainerState:
         """Restore the batch norm statistics from before an incomplete step."""
         copy_statistics(self._bn_stats_before_step, self.bn_stats)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+    def forward(self, batch: Batch, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Run the forward pass of a batch.
 
+        Args:
+            model: the network without its DDP wrapper, to use it on this rank alone; None for the
+                network of training.
         Returns: the loss summed over the batch, the logits (B, K) in float32 and, with
             distillation, the summed distillation loss.
         Raises: RecipeError if batch norm gets a single value per channel.
         """
         try:
-            logits_BK = self.model(batch.images_BCHW).float()
+            logits_BK = (model or self.model)(batch.images_BCHW).float()
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -322,15 +325,22 @@ class TrainerState:
         counters.pending = self._sum_over_ranks(meter.local_sums()).tolist()
         if self.accelerator.scaler is not None:
             counters.scaler = self.accelerator.scaler.state_dict()
-        snapshot = checkpoint.capture_snapshot(
+        snapshot = self._capture_snapshot()
+        if self.is_main_process:
+            self.checkpoint_writer.write(counters.step, snapshot)
+
+    def _capture_snapshot(self) -> checkpoint.Snapshot:
+        return checkpoint.capture_snapshot(
             self.model,
             self.optimizer.optimizer,
             self.ema.module if self.ema is not None and self.is_main_process else None,
-            dataclasses.asdict(counters),
+            dataclasses.asdict(self.counters),
             frozen_weights=self._frozen_weights,
         )
-        if self.is_main_process:
-            self.checkpoint_writer.write(counters.step, snapshot)
+
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of a checkpoint; the optimizer has no state before the first step."""
+        return self._capture_snapshot().num_bytes()
 
     def wait_for_checkpoint(self) -> None:
         """Wait on every rank until the last checkpoint is written."""

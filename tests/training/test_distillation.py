@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from finetune.training.batch_size_finder import find_micro_batch_size
 from finetune.training.build_state import build_trainer_state
 from finetune.training.distillation import Teacher, distillation_loss
 from finetune.training.lr_range import run_lr_range_test
-from finetune.training.memory import NO_MEMORY
 from finetune.training.setup import build_setup
 from finetune.training.stages import stage_folder
 from finetune.training.train import train
@@ -383,20 +383,21 @@ class TestRuns:
             "the teacher has learned little, so its part of the loss is small"
         )
 
-    def test_auto_micro_batch_accounts_for_the_teacher(
-        self, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("overrides", [(), (FEATURES,)])
+    def test_auto_micro_batch_runs_the_teacher_too(
+        self, teacher: Path, tmp_path: Path, overrides: tuple[str, ...]
     ) -> None:
-        trainer = make_trainer(make_recipe(teacher, "data.micro_batch=auto"), tmp_path / "run")
-        distillation = trainer.distillation
-        assert distillation is not None
-        estimate = distillation.estimate_memory(8)
-        assert estimate.bytes_per_image > 0
-        monkeypatch.setattr(
-            "finetune.training.batch_size_finder.available_bytes", lambda *_: 300_000
-        )
-        with_teacher = find_micro_batch_size(trainer)
-        monkeypatch.setattr(distillation, "estimate_memory", lambda images: NO_MEMORY)
-        assert with_teacher < find_micro_batch_size(trainer)
+        recipe = make_recipe(teacher, "data.micro_batch=auto", *overrides)
+        trainer = make_trainer(recipe, tmp_path / "run")
+        assert trainer.distillation is not None
+        with (
+            mock.patch.object(
+                trainer.distillation, "compute_loss", side_effect=torch.OutOfMemoryError
+            ),
+            refused("setup.memory", "data.micro_batch=auto"),
+        ):
+            find_micro_batch_size(trainer)
+        assert find_micro_batch_size(trainer) == recipe.data.batch_size
 
 
 class TestRecords:
@@ -451,17 +452,3 @@ class TestRecords:
 )
 def test_conflicting_distill_keys_are_refused(overrides: list[str], key: str) -> None:
     assert key in recipe_error("conflict", RECIPE, "distill.teacher=x", *overrides)
-
-
-@pytest.mark.faults  # slow: benchmarks the machine
-def test_memory_estimate_includes_the_teacher(teacher: Path, tmp_path: Path) -> None:
-    from finetune.commands.estimate import estimate_run
-
-    path = tmp_path / "recipe.yaml"
-    path.write_text(make_recipe(teacher).to_yaml())
-    memory: dict[str, Any] = estimate_run(str(path))["memory"]["parts"]
-    assert memory["teacher"] == pytest.approx(
-        (teacher / "model/model.safetensors").stat().st_size, rel=0.2
-    )
-    memory = estimate_run(str(path), [TEACHER_ONCE])["memory"]["parts"]
-    assert (memory["teacher"], memory["features"]) == (0, 4 * 10 * 140)

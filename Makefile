@@ -1,6 +1,6 @@
 # Shortcuts. Each command also works without make; CONTRIBUTING.md explains them.
 PYTHON ?= python
-BENCH ?= recipes/quickstart.yaml --against synthetic
+BENCH ?= recipes/quickstart.yaml
 
 .PHONY: help test lint format bench layers
 

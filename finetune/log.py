@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
@@ -21,7 +21,6 @@ from finetune.ranks import is_main_process
 
 __all__ = [
     "collect_warnings",
-    "forward_messages",
     "logger",
     "print_messages",
     "quiet",
@@ -68,20 +67,6 @@ if logger.level == logging.NOTSET:  # the importing program may have set a level
 def print_messages() -> None:
     """Print messages on standard error even if other handlers exist; the command line calls it."""
     _console.always = True
-
-
-def forward_messages(send: Callable[[tuple[int, str]], object]) -> None:
-    """Send the log messages of this process to another process instead of printing them.
-
-    Args:
-        send: called with (level, message) for each message.
-    """
-
-    class Forwarder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            send((record.levelno, self.format(record)))
-
-    logger.handlers, logger.propagate = [Forwarder()], False
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Measure how fast a recipe trains here, compared with hardware limits and other libraries."""
+"""Measure how fast a recipe trains here, compared with what the hardware can reach."""

@@ -1,4 +1,4 @@
-"""Measure time and memory of training loops; the same code for ours and other libraries'."""
+"""Measure the time of training steps, and the memory of the process and the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 
 __all__ = [
     "PREFETCH_FACTOR",
-    "MeasuredLoop",
     "StepTimer",
+    "peak_device_bytes",
     "peak_host_bytes",
     "process_age_seconds",
     "synchronize",
     "value_range",
 ]
 
-# Batches that torch's DataLoader prefetches per worker. Batches loaded during the first steps would
-# make the timed steps look faster.
+# Untimed steps per worker. Batches that workers load during the first steps would make the timed
+# steps look faster.
 PREFETCH_FACTOR = 2
 
 
@@ -40,7 +40,7 @@ class StepTimer:
     """
 
     def __init__(
-        self, device: torch.device, *, warmup: int, steps: int, tick: Callable[[], None]
+        self, device: torch.device, *, warmup: int, steps: int, tick: Callable[[], object]
     ) -> None:
         self.device = device
         self.warmup = warmup
@@ -90,17 +90,6 @@ def peak_host_bytes() -> int:
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-class MeasuredLoop:
-    """Base class of measured training loops, which take turns on a device."""
-
-    device: torch.device
-
-    def memory(self) -> dict[str, int | None]:
-        """Return the peak memory in bytes so far: "host", and "device" (None without a GPU)."""
-        is_gpu = self.device.type == "cuda"
-        on_device = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
-        return {"host": peak_host_bytes(), "device": on_device}
-
-    def empty_cache(self) -> None:
-        """Release the cached device memory so that another process can use it."""
-        torch.cuda.empty_cache()
+def peak_device_bytes(device: torch.device) -> int | None:
+    """Return the peak memory that tensors took on a GPU, in bytes; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -187,7 +187,7 @@ def average(runs: tuple[str, ...], **options: Any) -> CommandResult:
 @click.argument("model", metavar="MODEL|RECIPE")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Count for images of N pixels.")
-@click.option("--plan", is_flag=True, help="Estimate memory and time of training RECIPE.")
+@click.option("--plan", is_flag=True, help="Measure memory and time of training RECIPE.")
 def info(
     model: str, overrides: tuple[str, ...], image_size: int | None, plan: bool
 ) -> CommandResult:
@@ -195,14 +195,14 @@ def info(
 
     Parameters, MACs and tokens are counted without downloading weights.
 
-    With --plan, run a few steps of RECIPE to estimate the memory and time of its training on this
-    machine, and which settings would halve them.
+    With --plan, run a few steps of RECIPE, for about half a minute, to measure the memory and time
+    of its training on this machine, also with cheaper settings.
     """
     if plan:
         return _estimate_training(model, overrides, image_size)
     if model.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{model}: this is a recipe; add --plan to estimate its training, or give a model",
+            f"{model}: this is a recipe; add --plan to measure its training, or give a model",
             code="recipe.conflict",
         )
     if overrides:

@@ -54,73 +54,42 @@ def reproduce(
     return CommandResult(results, "\n".join([format_plan_results(results), *files]))
 
 
-@command("bench", example="finetune bench recipes/quickstart.yaml --against timm-loop")
+@command("bench", example="finetune bench recipes/quickstart.yaml --profile trace")
 @click.argument("recipe")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option(
-    "--against",
-    metavar="NAME",
-    multiple=True,
-    help="synthetic (no input), decode, transformers or timm-loop, which may name one precision "
-    "(timm-loop:bf16, finetune:fp32); with --end-to-end timm-train:PATH or transformers-trainer. "
-    "Repeatable.",
-)
-@click.option(
-    "--end-to-end",
-    is_flag=True,
-    help="Time the whole training command, and the same training with timm's train.py or the "
-    "Trainer.",
-)
-@click.option(
-    "--steps", show_default="20", type=click.IntRange(min=1), help="Steps per measurement."
+    "--steps",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Steps per measurement.",
 )
 @click.option(
     "--repeats",
     default=3,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Measurements of each loop.",
+    help="Number of measurements.",
 )
-@click.option("--losses", metavar="STEPS", type=int, help="Compare the first losses with fp32's.")
 @click.option(
-    "--images",
-    "sizes",
-    metavar="N",
-    multiple=True,
-    type=click.IntRange(min=1),
-    help="Also train on a set of N images. Repeatable.",
+    "--decode",
+    is_flag=True,
+    help="With data.keep=none: compare the workers with processes that only decode.",
 )
 @click.option("--profile", metavar="DIR", help="Write a trace, and list the slowest operations.")
-@click.option("--out", metavar="FILE", help="Add the figures to a page such as BENCHMARKS.md.")
-def bench(
-    recipe: str, overrides: tuple[str, ...], *, end_to_end: bool, **options: Any
-) -> CommandResult:
+def bench(recipe: str, overrides: tuple[str, ...], **options: Any) -> CommandResult:
     """Measure training speed on this machine.
 
-    RECIPE is trained for some steps here and, with --against, in the loops of other libraries.
+    RECIPE is trained for some steps, with and without input. Also measured: the machine's rate of
+    matrix multiplication at the shapes of this network, evaluation, and memory.
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
 
     check_override_conflicts(overrides)
     load_recipe(recipe, overrides)
-    given = {name: value for name, value in options.items() if value not in (None, ())}
-    step_options = sorted({"steps", "losses", "sizes", "profile"} & given.keys())
-    if end_to_end and step_options:
-        names = ", ".join("--images" if name == "sizes" else f"--{name}" for name in step_options)
-        raise RecipeError(
-            f"bench: {names} count steps, and --end-to-end times a whole training; omit them",
-            code="recipe.conflict",
-        )
 
-    from finetune.bench.markdown import render_text
+    from finetune.bench.run import bench, format_bench
 
-    if end_to_end:
-        from finetune.bench.end_to_end import bench_end_to_end
-
-        result = bench_end_to_end(recipe, overrides, **given)
-    else:
-        from finetune.bench.run import bench
-
-        result = bench(recipe, overrides, **given)
-    return CommandResult(result, render_text(result))
+    result = bench(recipe, overrides, **options)
+    return CommandResult(result, format_bench(result))

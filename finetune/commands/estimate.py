@@ -1,60 +1,308 @@
-"""`finetune info RECIPE --plan`: estimate memory, time and disk of a run from a few of its steps.
+"""`finetune info RECIPE --plan`: measure a few real steps, and estimate time and disk of the run.
 
-A subprocess sets up the run as `train` does and trains a few real steps in a temporary folder. A
-`Predictor` then extrapolates to the whole run, and to the same run with other recipe settings.
+The steps are those of `finetune train` on a few of the images, without torch.compile. A step that
+would take too long is measured with fewer images, and its memory is scaled up. Settings that may
+take less memory or time are then measured in the same way, while time is left.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import gc
-import importlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.bench.loop_process import LoopProcess
-from finetune.bench.ours import FinetuneLoop, zero_features
-from finetune.bench.predictor import Prediction, Predictor, TrialMeasurements
 from finetune.bench.timer import synchronize
-from finetune.data.feature_loader import FeatureLoader
-from finetune.data.pixel_store import PixelStore
-from finetune.errors import FinetuneError, RecipeError, SetupError
-from finetune.evaluation.evaluator import evaluate
+from finetune.bench.training_loop import TrainingLoop
+from finetune.data.decode_split import estimate_decoded_bytes
+from finetune.errors import FinetuneError, RecipeError, SetupError, is_out_of_memory
 from finetune.evaluation.feature_extraction import compute_pre_logits
 from finetune.formatting import format_bytes, format_duration, pluralize
-from finetune.log import logger
-from finetune.models.summary import blocks_per_stage, count_parameters
-from finetune.precision import DTYPES
+from finetune.log import logger, quiet
+from finetune.models.summary import count_parameters
 from finetune.progress import step_bar
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.training.peak_memory import PeakMemory, measure_peak_memory
 
-__all__ = [
-    "RunTrial",
-    "decoded_image_bytes",
-    "estimate_run",
-    "format_run_estimate",
-    "suggest_settings",
-]
+__all__ = ["estimate_run", "format_run_estimate"]
 
-_MEMORY_PARTS = {
-    "program": "interpreter, libraries, threads",
-    "weights": "",
-    "gradients": "",
-    "moments": "the optimizer's",
-    "average": "optim.ema_decay",
-    "teacher": "distill.teacher",
-    "images": "decoded and kept",
-    "features": "computed once, in memory",
-    "snapshot": "a checkpoint while it is written",
-}
+_TOTAL_SECONDS = 25.0  # for the recipe and the other settings, without the imports
+_TRIAL_SECONDS = 8.0  # for the recipe's own steps; half of it for each other setting
+_MAX_STEPS = 40
+_NUM_IMAGES = 64  # images of each split that are opened; training repeats them
+
+
+def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure some training steps of a recipe on this machine, and estimate the whole run.
+
+    Args:
+        path: path of the recipe.
+        overrides: overrides of the recipe, each `section.key=value`.
+    Returns: a dict with keys "parameters" {"total", "trained"}; "measured" {"images" (per
+        micro-batch), "images_per_step", "steps"}; "memory" in bytes {"where", "training",
+        "evaluation" (None without evaluation), "checkpoint" (a copy on the host while it is
+        written), "peak", "decoded_images" (not part of the peak)}; "time" {"images_per_second",
+        "evaluated_per_second", "features_seconds" (0 unless the run caches features),
+        "epoch_seconds", "run_seconds", "run_steps", "evaluations"}; "disk" in bytes {"checkpoint",
+        "needed", "free_here"}; "options", each {"change", "peak", "images_per_second"}; and a
+        summary of the recipe and the machine.
+    Raises: FinetuneError if the recipe is wrong or the run cannot be set up.
+    """
+    recipe = load_recipe(path, overrides)
+    _check_single_process(recipe)
+    if recipe.optim.stages:
+        logger.info("optim.stages: the estimate covers only the training after the stages")
+    started = time.perf_counter()
+    with step_bar(total=1, start=0, shown=True) as bar:
+
+        def on_step() -> None:
+            bar.total = max(bar.total, bar.n + 2)
+            bar.update()
+
+        own, changes = _measure_recipe(recipe, on_step, seconds=_TRIAL_SECONDS)
+        own_seconds = time.perf_counter() - started
+        options = []
+        for change in changes:
+            if time.perf_counter() - started + own_seconds / 2 > _TOTAL_SECONDS:
+                logger.info(f"{change}: not measured, because it would take too long")
+                continue
+            bar.set_description(change)
+            option = _measure_change(recipe, change, on_step, seconds=_TRIAL_SECONDS / 2)
+            options += [] if option is None else [option]
+    own["disk"]["free_here"] = shutil.disk_usage(".").free
+    return {"recipe": path, **own, "options": options}
+
+
+def _check_single_process(recipe: Recipe) -> None:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise SetupError(
+            f"info --plan: this measures a single process, but {num_processes} were started; run "
+            "it without accelerate launch",
+            code="setup.one_process",
+        )
+    if recipe.run.num_processes not in (None, 1):
+        raise RecipeError(
+            f"run.num_processes: info --plan measures a single process, but the recipe asks for "
+            f"{recipe.run.num_processes}; add run.num_processes=1",
+            code="recipe.conflict",
+        )
+
+
+def _measure_recipe(
+    recipe: Recipe, on_step: Callable[[], object], *, seconds: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure a recipe for about this many seconds, after its setup.
+
+    Returns: the measurements, see `estimate_run`, and the changes of settings worth trying.
+    """
+    model = recipe.model.model_copy(update={"compile": False})  # compiling may take minutes
+    recipe = recipe.model_copy(update={"model": model})
+    with TemporaryDirectory(prefix="finetune-plan-") as folder:
+        loop = TrainingLoop(recipe, Path(folder), max_images=_NUM_IMAGES, on_step=on_step)
+        try:
+            return _Trial(loop, seconds).measure(), _changes_to_try(loop)
+        finally:
+            loop.close()
+
+
+def _measure_change(
+    recipe: Recipe, change: str, on_step: Callable[[], object], *, seconds: float
+) -> dict[str, Any] | None:
+    """Measure a recipe with a changed setting. Returns: None if it is not supported."""
+    try:
+        changed = parse_recipe(recipe.to_yaml(), overrides=[change])
+        with quiet():
+            measured, _ = _measure_recipe(changed, on_step, seconds=seconds)
+    except FinetuneError:
+        return None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return {
+        "change": change,
+        "peak": measured["memory"]["peak"],
+        "images_per_second": measured["time"]["images_per_second"],
+    }
+
+
+def _changes_to_try(loop: TrainingLoop) -> list[str]:
+    """Return overrides that may take less memory or time, the most harmless first."""
+    recipe, trainer = loop.recipe, loop.trainer
+    if trainer.uses_cached_features:  # training the classifier alone costs next to nothing
+        return []
+    network: nn.Module = loop.setup.built.model
+    micro_batch = min(trainer.micro_batch_size or recipe.data.batch_size, recipe.data.batch_size)
+    candidates = {
+        "run.precision=bf16": loop.precision == "fp32",
+        "model.grad_checkpointing=true": not recipe.model.grad_checkpointing
+        and hasattr(network, "set_grad_checkpointing"),
+        f"data.micro_batch={-(-micro_batch // 2)}": micro_batch > 1,
+        "model.freeze=backbone": recipe.model.freeze == "none" and recipe.model.adapter is None,
+    }
+    return [change for change, is_possible in candidates.items() if is_possible]
+
+
+class _Trial:
+    """Measures a training loop for about the given number of seconds."""
+
+    def __init__(self, loop: TrainingLoop, seconds: float) -> None:
+        self.loop = loop
+        self.seconds = seconds
+        self.recipe, self.setup, self.device = loop.recipe, loop.setup, loop.device
+
+    def measure(self) -> dict[str, Any]:
+        """Return the measurements, as documented in `estimate_run`."""
+        loop, setup, batch_size = self.loop, self.setup, self.recipe.data.batch_size
+        features_seconds, evaluation_bytes, evaluated_per_second = 0.0, None, None
+        if loop.trainer.uses_cached_features:
+            features_seconds, evaluation_bytes = self._measure_features()
+        images, seconds_per_step = self._images_per_step()
+        steps = max(1, min(_MAX_STEPS, int(self.seconds / 3 / seconds_per_step)))
+        with measure_peak_memory(self.device) as memory:
+            clock = loop.train(warmup=1, steps=steps, batch_size=images)
+        rate = images * steps / clock.seconds
+        micro_batch = min(loop.trainer.micro_batch_size or batch_size, batch_size)
+        training_bytes = self._peak_for(micro_batch, memory, images, self._time_step)
+        splits = {name: len(split) for name, split in setup.source.splits.items()}
+        if splits.keys() & {"val", "test"} and not features_seconds:
+            evaluated_per_second, evaluation_bytes = self._measure_evaluation(rate)
+        checkpoint_bytes = loop.trainer.checkpoint_bytes()
+        # on a CPU, training continues while a copy of the state is written
+        copy_bytes = checkpoint_bytes if self._saves_during_training() else 0
+        evaluations = sum(setup.is_eval_step(step) for step in range(1, setup.num_steps + 1))
+        num_evaluated = (evaluations + 1) * splits.get("val", 0) + splits.get("test", 0)
+        network = loop.trainer.eval_model()
+        parameters = list(setup.built.model.parameters())
+        num_checkpoints = self.recipe.run.keep_checkpoints + 2  # the best, and the one in progress
+        weight_bytes = sum(tensor.nbytes for tensor in network.state_dict().values())
+        return {
+            **loop.describe(),
+            "parameters": {
+                "total": count_parameters(parameters),
+                "trained": count_parameters(p for p in parameters if p.requires_grad),
+            },
+            "measured": {
+                "images": min(micro_batch, images),
+                "images_per_step": images,
+                "steps": steps,
+            },
+            "memory": {
+                "where": "host" if self.device.type == "cpu" else "device",
+                "training": training_bytes,
+                "evaluation": evaluation_bytes,
+                "checkpoint": copy_bytes,
+                "peak": max(training_bytes + copy_bytes, evaluation_bytes or 0),
+                "decoded_images": self._decoded_bytes(),
+            },
+            "time": {
+                "images_per_second": rate,
+                "evaluated_per_second": evaluated_per_second,
+                "features_seconds": features_seconds,
+                "epoch_seconds": setup.num_samples / rate,
+                "run_seconds": features_seconds
+                + setup.num_steps * batch_size / rate
+                + (num_evaluated / evaluated_per_second if evaluated_per_second else 0.0),
+                "run_steps": setup.num_steps,
+                "evaluations": evaluations if splits.get("val") else 0,
+            },
+            "disk": {
+                "checkpoint": checkpoint_bytes,
+                "needed": num_checkpoints * checkpoint_bytes + 2 * weight_bytes,
+            },
+        }
+
+    def _images_per_step(self) -> tuple[int, float]:
+        """Find how many images a measured step can have: the whole batch, if time allows.
+
+        Returns: the images, and the seconds of such a step.
+        """
+        batch_size = self.recipe.data.batch_size
+        images = min(2 * self.setup.sampler.group_size, batch_size)
+        self._time_step(images)  # the first step allocates memory and loads kernels
+        seconds = self._time_step(images)
+        while images < batch_size and 2 * seconds < self.seconds / 4:
+            images = min(2 * images, batch_size)
+            seconds = self._time_step(images)
+        return images, seconds
+
+    def _time_step(self, images: int) -> float:
+        started = time.perf_counter()
+        self.loop.train(warmup=1, steps=0, batch_size=images)
+        synchronize(self.device)
+        return time.perf_counter() - started
+
+    def _measure_evaluation(self, rate: float) -> tuple[float, int]:
+        """Evaluate some images.
+
+        Args:
+            rate: images per second of training.
+        Returns: images per second, and the peak of the memory.
+        """
+        batch_size, available = self.recipe.data.eval_batch_size, len(self.loop.val_loader.labels)
+        images = max(1, min(int(rate * self.seconds / 4), available))
+        with measure_peak_memory(self.device) as memory:
+            evaluated_per_second = self.loop.evaluate(images=images)
+        measured = min(batch_size, images)
+        peak_bytes = self._peak_for(
+            batch_size, memory, measured, lambda number: self.loop.evaluate(images=number)
+        )
+        return evaluated_per_second, peak_bytes
+
+    def _peak_for(
+        self, wanted: int, memory: PeakMemory, images: int, run: Callable[[int], object]
+    ) -> int:
+        """Return the peak of the memory for a batch that may be larger than the measured one.
+
+        Args:
+            wanted: images of the batch.
+            memory: measured with a batch of `images`.
+            run: computes a batch with a given number of images.
+        """
+        if wanted <= images or images < 2:
+            return memory.peak_bytes
+        with measure_peak_memory(self.device) as smaller:
+            run(images // 2)
+        per_image = (memory.peak_bytes - smaller.peak_bytes) / (images - images // 2)
+        return int(memory.peak_bytes + max(per_image, 0.0) * (wanted - images))
+
+    def _measure_features(self) -> tuple[float, int]:
+        """Measure the features of a frozen backbone; from then on, training uses zeros instead.
+
+        Returns: the seconds that the features of all images take, and the peak of the memory.
+        """
+        self._time_step(min(2, self.recipe.data.batch_size))
+        rate, peak_bytes = self._measure_evaluation(len(self.loop.val_loader.labels))
+        (batch, *_) = self.loop.val_loader.eval_batches(
+            batch_size=1, world_size=len(self.loop.val_loader.labels)
+        )
+        with torch.inference_mode():
+            width = compute_pre_logits(self.setup.built.model, batch.images_BCHW).shape[1]
+        self.loop.use_zero_features(width)
+        return sum(map(len, self.setup.source.splits.values())) / rate, peak_bytes
+
+    def _saves_during_training(self) -> bool:
+        setup = self.setup
+        return self.device.type == "cpu" and any(
+            setup.is_save_step(step) for step in range(1, setup.num_steps)
+        )
+
+    def _decoded_bytes(self) -> int:
+        """Return the bytes of the decoded images that the run keeps."""
+        if self.recipe.data.keep == "none" or self.setup.source.splits["train"].is_streamed:
+            return 0
+        return sum(estimate_decoded_bytes(split) for split in self.setup.source.splits.values())
+
+
+# --- text ----------------------------------------------------------------------------------------
 
 
 def format_run_estimate(estimate: Mapping[str, Any]) -> str:
@@ -62,13 +310,13 @@ def format_run_estimate(estimate: Mapping[str, Any]) -> str:
 
     Args:
         estimate: the result of `estimate_run`.
-    Returns: one block each for the run, memory, time and disk, then a table of settings that need
-        less memory or time.
+    Returns: one block each for the run, memory, time and disk, then a table of other settings.
     """
     height, width = estimate["image_size"]
-    device = estimate["machine"]["device"]
-    parameters, disk = estimate["parameters"], estimate["disk"]
+    device, disk = estimate["machine"]["device"], estimate["disk"]
+    parameters, measured = estimate["parameters"], estimate["measured"]
     frozen = parameters["total"] - parameters["trained"]
+    step = pluralize(measured["images_per_step"], "image")
     lines = [
         estimate["recipe"],
         f"  {estimate['architecture']}, {height} x {width} px, {estimate['precision']}, "
@@ -76,434 +324,69 @@ def format_run_estimate(estimate: Mapping[str, Any]) -> str:
         f"  {parameters['total']:,} parameters"
         + (f", {frozen:,} frozen" if frozen else ", all trained"),
         f"  {estimate['num_images']:,} images, batch size {estimate['batch_size']}, "
-        f"micro-batch {estimate['micro_batch']}",
+        f"micro-batch {estimate['micro_batch'] or estimate['batch_size']}",
+        f"  measured: {pluralize(measured['steps'], 'step')} of {step}, not compiled",
         "",
-        *_format_memory(estimate),
+        *_format_memory(estimate["memory"]),
         "",
-        *_format_time(estimate["time"], estimate["steps"]),
+        *_format_time(estimate["time"]),
         "",
         "disk",
         _format_bytes("a checkpoint", disk["checkpoint"]),
         _format_bytes("the run", disk["needed"], f"of {format_bytes(disk['free_here'])} free here"),
-        "",
         *_format_options(estimate),
     ]
     return "\n".join(lines)
 
 
-def _format_memory(estimate: Mapping[str, Any]) -> Iterator[str]:
-    memory = estimate["memory"]
-    parts, phases, measured = memory["parts"], memory["phases"], memory["measured"]
-    yield f"memory of the {memory['where']}, predicted"
-    for name, note in _MEMORY_PARTS.items():
-        if parts[name]:
-            yield _format_bytes(name, parts[name], note)
-    per_image = f"{format_bytes(parts['activations_per_image'])} per image"
-    yield _format_bytes("activations", parts["activations"], per_image)
-    for phase, num_bytes in phases.items():
-        yield _format_bytes(f"in {phase}", num_bytes)
+def _format_memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    yield f"memory of the {memory['where']}"
+    yield _format_bytes("training", memory["training"])
+    if memory["checkpoint"]:
+        yield _format_bytes("checkpoint", memory["checkpoint"], "while it is written")
+    if memory["evaluation"] is not None:
+        yield _format_bytes("evaluation", memory["evaluation"])
     yield _format_bytes("peak", memory["peak"])
-    if measured:
-        error = f"{phases['training'] / measured - 1:+.0%}"
-        yield _format_bytes(
-            "measured", measured, f"in this trial's steps; the prediction is off by {error}"
+    if memory["decoded_images"]:
+        note = "on the GPU, in memory or in a cache file"
+        yield _format_bytes("decoded images", memory["decoded_images"], note)
+
+
+def _format_time(time: Mapping[str, Any]) -> Iterator[str]:
+    yield "time"
+    if time["features_seconds"]:
+        yield _format_row(
+            "features", format_duration(time["features_seconds"]), "once; then they are kept"
         )
+    yield _format_row("training", f"{time['images_per_second']:,.1f}", "images/s")
+    if time["evaluated_per_second"]:
+        yield _format_row("evaluation", f"{time['evaluated_per_second']:,.1f}", "images/s")
+    yield _format_row("an epoch", format_duration(time["epoch_seconds"]))
+    steps = pluralize(time["run_steps"], "step")
+    evaluations = pluralize(time["evaluations"], "evaluation")
+    yield _format_row("the run", format_duration(time["run_seconds"]), f"{steps}, {evaluations}")
 
 
-def _format_time(time: Mapping[str, Any], steps: int) -> Iterator[str]:
-    turns = ", ".join(f"{rate:,.1f}" for rate in time["turns"])
-    rows = {
-        "features": (format_duration(time["features_seconds"]), "once; then they are kept"),
-        "images/s": (f"{time['images_per_second']:,.1f}", f"({turns})"),
-        "input": (f"{time['input_share']:.0%}", "of a step"),
-        "evaluation": (f"{time['evaluated_per_second']:,.1f}", "images/s"),
-        "an epoch": (format_duration(time["epoch_seconds"]), ""),
-        "the run": (
-            format_duration(time["run_seconds"]),
-            f"{pluralize(time['run_steps'], 'step')}, "
-            f"{pluralize(time['evaluations'], 'evaluation')}",
-        ),
-    }
-    if not time["features_seconds"]:
-        del rows["features"]
-    yield f"time, from {pluralize(len(time['turns']), 'turn')} of {pluralize(steps, 'step')}"
-    for name, (value, note) in rows.items():
-        yield f"  {name:14}{value:>12}  {note}".rstrip()
+def _format_row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:14}{value:>12}  {note}".rstrip()
 
 
 def _format_bytes(name: str, num_bytes: int, note: str = "") -> str:
-    return f"  {name:14}{format_bytes(num_bytes):>10}  {note}".rstrip()
+    return _format_row(name, format_bytes(num_bytes), note)
 
 
 def _format_options(estimate: Mapping[str, Any]) -> Iterator[str]:
     peak, rate = estimate["memory"]["peak"], estimate["time"]["images_per_second"]
     options = estimate["options"]
-    if estimate["time"]["features_seconds"]:
-        yield "only the classifier is trained, so no other settings were tried"
-        return
     if not options:
-        yield "none of the tried settings takes less memory or time"
         return
-    title = "settings that take less"
+    title = "other settings"
     width = max(len(title) - 2, *(len(option["change"]) for option in options))
+    yield ""
     yield f"{title:{width + 2}}  {'peak':>10}        {'images/s':>10}"
     for option in options:
-        option_rate = option["images_per_second"]
-        speed = (
-            f"{option_rate:>10,.1f}  x{option_rate / rate:<5.2f}"
-            if option_rate
-            else f"{'-':>10}        "
-        )
         memory = f"{format_bytes(option['peak']):>10}  x{option['peak'] / peak:<5.2f}"
-        halves = f"halves {' and '.join(option['halves'])}" if option["halves"] else ""
-        yield f"  {option['change']:{width}}  {memory}{speed} {halves}".rstrip()
-
-
-_TURN_SECONDS = 3.0  # target duration of a turn, one timed series of steps
-_NUM_TURNS = 2
-_MAX_STEPS = 40  # steps per turn
-_WARMUP_STEPS = 2
-_MAX_EVALUATED_IMAGES = 1024
-_MAX_REMAINING_SHARE = 0.98  # list only settings that need at most 98 % of the memory or time
-_MIN_INPUT_SHARE = 0.1  # suggest faster input only if loading takes more than 10 % of a step
-
-
-def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Estimate memory and time of a recipe's training on this machine from a short measurement.
-
-    Args:
-        path: path of the recipe.
-        overrides: overrides of the recipe, each `section.key=value`.
-    Returns: a dict with keys "parameters" {"total", "trained"}; "memory" in bytes {"parts",
-        "phases", "peak", "measured", "where"}; "time" {"images_per_second", "turns",
-        "input_share", "evaluated_per_second", "features_seconds" (0 unless the run caches
-        features), "epoch_seconds", "run_seconds", "evaluations"}; "disk" in bytes; "options", each
-        {"change", "peak", "images_per_second", "halves"}; and a summary of the recipe and the
-        machine.
-    Raises: FinetuneError if the recipe is wrong or the run cannot be set up.
-    """
-    recipe = load_recipe(path, overrides)
-    _check_single_process(recipe)
-    if recipe.optim.stages:
-        logger.info("optim.stages: the estimate covers only the training after the stages")
-    with step_bar(total=1, start=0, shown=True) as progress:
-
-        def advance(steps: int) -> None:
-            progress.total = max(progress.total, progress.n + steps + 1)
-            progress.update(steps)
-
-        with LoopProcess("plan", RunTrial, {"recipe": recipe}, on_steps=advance) as host:
-            progress.set_description("the first steps")
-            run_info = host.call("prepare")
-            progress.set_description("steps")
-            measured = host.call("measure")
-            progress.set_description("memory")
-            predicted = host.call("predict")
-    run_keys = ("architecture", "device", "precision", "batch_size", "image_size", "num_images")
-    free_bytes = shutil.disk_usage(".").free
-    return {
-        "recipe": path,
-        **{key: run_info[key] for key in run_keys},
-        "augmentation": run_info["augmentation"],
-        "machine": run_info["machine"],
-        **measured,
-        **predicted,
-        "disk": {**predicted["disk"], "free_here": free_bytes},
-    }
-
-
-def _check_single_process(recipe: Recipe) -> None:
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_processes > 1:
-        raise SetupError(
-            f"info --plan: this estimates a single process, but {num_processes} were started; run "
-            "it without accelerate launch",
-            code="setup.one_process",
-        )
-    if recipe.run.num_processes not in (None, 1):
-        raise RecipeError(
-            f"run.num_processes: info --plan estimates a single process, but the recipe asks for "
-            f"{recipe.run.num_processes}; add run.num_processes=1",
-            code="recipe.conflict",
-        )
-
-
-class RunTrial(FinetuneLoop):
-    """Measures a few training steps of a recipe, and estimates the run with other settings."""
-
-    def __init__(self, line: Any, *, recipe: Recipe, folder: str) -> None:
-        super().__init__(line, recipe=recipe, folder=folder)
-        # set only if the run trains a head on cached features
-        self.val_features: FeatureLoader | None = None
-        self.feature_width = self.feature_bytes = 0
-
-    def measure(self) -> dict[str, Any]:
-        """Time training steps with real and with synthetic input, alternating, and an evaluation.
-
-        Returns: a dict with keys "steps" (the steps per turn) and "time".
-        """
-        step_seconds = min(self._time_one_step() for _ in range(2))
-        # between two steps, memory holds only the network, the optimizer state and the images
-        on_host = self.device.type == "cpu"
-        resident_bytes = _resident_bytes() if on_host else 0
-        loaders = [self.loader, *([self.val_loader] if "val" in self.setup.source.splits else [])]
-        image_bytes = sum(decoded_image_bytes(loader.store, self.device) for loader in loaders)
-        features_seconds = 0.0
-        if self.trainer.uses_cached_features:
-            features_seconds = self._estimate_feature_seconds(step_seconds)
-            step_seconds = min(self._time_one_step() for _ in range(2))
-        steps = max(1, min(_MAX_STEPS, int(_TURN_SECONDS / step_seconds)))
-        real, synthetic = [], []
-        for _ in range(_NUM_TURNS if steps > 1 else 1):
-            real.append(self.train(warmup=min(steps, _WARMUP_STEPS), steps=steps))
-            synthetic.append(self.train(warmup=1, steps=steps, synthetic=True))
-        # read the peaks now, before the evaluation raises them
-        self.peaks = self.memory()
-        rate, synthetic_rate = (sum(rates) / len(rates) for rates in (real, synthetic))
-        num_images = min(max(int(3 * rate * _TURN_SECONDS), 1), _MAX_EVALUATED_IMAGES)
-        evaluated_per_second = self.evaluate(images=num_images)
-        measured = TrialMeasurements(
-            images_per_second=rate,
-            images_per_second_without_input=max(synthetic_rate, rate),
-            resident_bytes=resident_bytes,
-            image_bytes=image_bytes,
-            report_bytes=_report_library_bytes() if on_host else 0,
-            feature_bytes=self.feature_bytes,
-            feature_dim=self.feature_width,
-            keeps_images=self.loader.store.images is not None,
-        )
-        self.measured = self._add_teacher_cost(measured)
-        setup = self.setup
-        num_evaluations = sum(setup.is_eval_step(step) for step in range(1, setup.num_steps + 1))
-        splits = {name: len(split) for name, split in setup.source.splits.items()}
-        num_val = splits.get("val", 0)
-        num_evaluated = (num_evaluations + 1) * num_val + splits.get("test", 0)
-        training_seconds = setup.num_steps * self.recipe.data.batch_size / rate
-        return {
-            "steps": steps,
-            "time": {
-                "images_per_second": rate,
-                "turns": real,
-                "input_share": max(0.0, 1 - rate / synthetic_rate),
-                "evaluated_per_second": evaluated_per_second,
-                "features_seconds": features_seconds,
-                "epoch_seconds": setup.num_samples / rate,
-                "run_seconds": features_seconds
-                + training_seconds
-                + num_evaluated / evaluated_per_second,
-                "run_steps": setup.num_steps,
-                "evaluations": num_evaluations,
-            },
-        }
-
-    def _estimate_feature_seconds(self, step_seconds: float) -> float:
-        """Estimate the time to compute all features; from then on, training uses zeros as features.
-
-        Args:
-            step_seconds: duration of a training step through the whole network.
-        """
-        num_images = int(self.recipe.data.batch_size / step_seconds * _TURN_SECONDS)
-        rate = self.evaluate(images=min(max(num_images, 1), _MAX_EVALUATED_IMAGES))
-        (batch, *_) = self.val_loader.eval_batches(
-            batch_size=1, world_size=len(self.val_loader.labels)
-        )
-        with torch.inference_mode():
-            width = compute_pre_logits(self.setup.built.model, batch.images_BCHW).shape[1]
-        self.active_loader = zero_features(self.loader, width)
-        self.val_features = zero_features(self.val_loader, width)
-        split_sizes = [
-            len(split) for name, split in self.setup.source.splits.items() if name != "train"
-        ]
-        num_rows = self.setup.num_samples + sum(split_sizes)
-        self.feature_bytes, self.feature_width = 4 * width * num_rows, width
-        return num_rows / rate
-
-    def _add_teacher_cost(self, measured: TrialMeasurements) -> TrialMeasurements:
-        """Add the memory of the distillation teacher (in each step, or cached logits), if any."""
-        distillation = self.trainer.distillation
-        if distillation is None:
-            return measured
-        cached_logit_bytes = (
-            4 * distillation.output_width * self.setup.num_samples * distillation.caches_outputs
-        )
-        return dataclasses.replace(
-            measured,
-            feature_bytes=measured.feature_bytes + cached_logit_bytes,
-            teacher_bytes=distillation.weight_bytes,
-            teacher_estimate=distillation.estimate_memory(self.recipe.data.batch_size),
-        )
-
-    def evaluate(self, *, images: int) -> float:
-        """Evaluate `images` images, or all cached features. Returns: images per second."""
-        self._evaluated = True  # no warm-up: it costs time, and evaluation is never compiled
-        if self.val_features is None:
-            return super().evaluate(images=images)
-        size = self.recipe.data.eval_batch_size
-        metrics = evaluate(
-            self.trainer.eval_model(), self.val_features, self.accelerator, batch_size=size
-        )
-        return float(metrics["images_per_second"])
-
-    def _time_one_step(self) -> float:
-        started = time.perf_counter()
-        self._one_step()
-        synchronize(self.device)
-        return time.perf_counter() - started
-
-    def predict(self) -> dict[str, Any]:
-        """Estimate this run, and the same run with other settings.
-
-        Returns: a dict with keys "parameters", "memory", "disk", "micro_batch" and "options".
-        """
-        network = self.accelerator.unwrap_model(self.trainer.model)
-        predictor = Predictor(
-            self.setup,
-            network,
-            dtype=DTYPES[self.precision],
-            micro_batch_size=self.trainer.micro_batch_size,
-            measured=self.measured,
-            tick=self.progress.tick,
-        )
-        baseline = predictor.predict(self.recipe)
-        where = "host" if self.device.type == "cpu" else "device"
-        # plus the best checkpoint, and the one that is being written
-        num_checkpoints = self.recipe.run.keep_checkpoints + 2
-        model_bytes = baseline.parts["average"] or baseline.parts["weights"]
-        return {
-            "parameters": {
-                "total": count_parameters(network.parameters()),
-                "trained": count_parameters(p for p in network.parameters() if p.requires_grad),
-            },
-            "micro_batch": baseline.micro_batch_size,
-            "memory": {
-                "where": where,
-                "parts": {
-                    **baseline.parts,
-                    "activations": baseline.activations.bytes_for(baseline.micro_batch_size),
-                    "activations_per_image": baseline.activations.bytes_per_image,
-                },
-                "phases": baseline.phases,
-                "peak": baseline.peak_bytes,
-                # None for cached features: the trial also ran the whole network, the run does not
-                "measured": None if self.feature_width else self.peaks[where],
-            },
-            "disk": {
-                "checkpoint": baseline.checkpoint_bytes,
-                "needed": num_checkpoints * baseline.checkpoint_bytes + 2 * model_bytes,
-            },
-            # training a head on cached features costs so little that no setting matters
-            "options": [] if self.feature_width else suggest_settings(predictor, baseline, network),
-        }
-
-
-def suggest_settings(
-    predictor: Predictor, baseline: Prediction, network: nn.Module
-) -> list[dict[str, Any]]:
-    """Find settings with which a run would take less memory or time.
-
-    Args:
-        predictor: the predictor of the run.
-        baseline: the prediction for the run's own recipe.
-        network: the network of the run.
-    Returns: the settings, the largest saving first, each a dict with keys "change", "peak" in
-        bytes, "images_per_second" (or None) and "halves" (a list with "memory", "time" or both).
-    """
-    recipe, rate = predictor.setup.recipe, predictor.measured.images_per_second
-    remaining_shares, options = [], []
-    for change, overrides, free_input in _candidate_changes(predictor, baseline, network):
-        try:
-            changed = parse_recipe(recipe.to_yaml(), overrides=overrides)
-            other = predictor.predict(changed, ignore_input_time=free_input)
-        except (FinetuneError, AssertionError):  # the network does not support this setting
-            continue
-        option_rate = other.images_per_second
-        remaining = min(other.peak_bytes / baseline.peak_bytes, rate / (option_rate or rate))
-        if remaining > _MAX_REMAINING_SHARE:
-            continue
-        halves = {
-            "memory": 2 * other.peak_bytes <= baseline.peak_bytes,
-            "time": (option_rate or 0) >= 2 * rate,
-        }
-        remaining_shares.append(remaining)
-        options.append(
-            {
-                "change": change,
-                "peak": other.peak_bytes,
-                "halves": [name for name, is_half in halves.items() if is_half],
-                "images_per_second": option_rate,
-            }
-        )
-    return [
-        options[index]
-        for index in sorted(range(len(remaining_shares)), key=remaining_shares.__getitem__)
-    ]
-
-
-def _candidate_changes(
-    predictor: Predictor, baseline: Prediction, network: nn.Module
-) -> Iterator[tuple[str, list[str], bool]]:
-    """Yield settings to try: a description, recipe overrides, and whether to ignore input time."""
-    recipe, measured = predictor.setup.recipe, predictor.measured
-    overrides = []
-    if hasattr(network, "set_grad_checkpointing"):
-        overrides.append("model.grad_checkpointing=true")
-    if recipe.model.freeze == "none":
-        overrides += [
-            f"model.freeze={sum(blocks_per_stage(network)) // 2}",
-            "model.freeze=backbone",
-        ]
-    if predictor.dtype == torch.float32:
-        overrides.append("run.precision=bf16")
-    yield from ((override, [override], False) for override in overrides)
-    height, width = predictor.setup.preprocessing.image_size
-    size = _half_area_size(network, height, width)
-    if size != [height, width]:
-        override = f"model.image_size={size[0] if size[0] == size[1] else size}"
-        is_named = str(height) in (recipe.data.train or "")
-        yield override + (" and in data.train" if is_named else ""), [override], False
-    overrides = [
-        f"data.micro_batch={-(-baseline.micro_batch_size // 2)}",
-        f"data.eval_batch_size={max(baseline.eval_batch_size // 2, 1)}",
-    ]
-    yield from ((override, [override], False) for override in overrides)
-    yield "optim.name=sgd", ["optim.name=sgd", "optim.betas=null", "optim.args={}"], False
-    yield "data.keep=none", ["data.keep=none"], False
-    if 1 - measured.images_per_second / measured.images_per_second_without_input > _MIN_INPUT_SHARE:
-        if measured.keeps_images:
-            yield "input at no cost (data.train)", [], True
-        else:
-            yield "data.keep=memory", ["data.keep=memory"], True
-
-
-def _half_area_size(network: nn.Module, height: int, width: int) -> list[int]:
-    """Return an image size (height, width) with half the pixels, divisible by the patch size."""
-    patch_size = getattr(getattr(network, "patch_embed", None), "patch_size", 32)
-    multiple = max(patch_size) if isinstance(patch_size, tuple | list) else int(patch_size)
-    return [max(int(side / 2**0.5 / multiple), 1) * multiple for side in (height, width)]
-
-
-def decoded_image_bytes(store: PixelStore, device: torch.device) -> int:
-    """Return the bytes of decoded images that `store` keeps in the memory of `device`."""
-    images = store.images
-    if images is None:
-        return 0
-    return images.nbytes if images.device.type == device.type else 0
-
-
-def _resident_bytes() -> int:
-    """Return the resident set size of this process in bytes, after returning freed memory."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None:
-        trim(0)
-    import psutil  # type: ignore[import-untyped]  # a dependency of Accelerate
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _report_library_bytes() -> int:
-    """Import the libraries that draw the report of a run. Returns: their memory in bytes."""
-    before = _resident_bytes()
-    importlib.import_module("finetune.report.page")
-    importlib.import_module("matplotlib.pyplot")
-    return max(_resident_bytes() - before, 0)
+        speed = option["images_per_second"]
+        yield (
+            f"  {option['change']:{width}}  {memory}{speed:>10,.1f}  x{speed / rate:.2f}"
+        ).rstrip()

@@ -34,7 +34,6 @@ from finetune.recipe.load import DistillSection
 from finetune.run.directory import RunDir
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader
-from finetune.training.memory import NO_MEMORY, MemoryEstimate, estimate_memory, tensor_bytes
 from finetune.training.setup import TrainingSetup
 from finetune.transforms.preprocessing import Preprocessing
 
@@ -263,20 +262,6 @@ class Distillation:
         with torch.no_grad(), self._accelerator.autocast():
             outputs_BN: Tensor = self._teacher(images_BCHW)
         return outputs_BN
-
-    def estimate_memory(self, num_images: int) -> MemoryEstimate:
-        """Estimate the memory of a forward pass of the teacher, without its weights."""
-        if self._teacher is None:
-            return NO_MEMORY
-        size, dtype = self._setup.preprocessing.image_size, autocast_dtype(self._accelerator)
-        return estimate_memory(
-            self._teacher, image_size=size, dtype=dtype, num_images=num_images, train=False
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the teacher's weights on the device."""
-        return 0 if self._teacher is None else tensor_bytes(self._teacher.state_dict().values())
 
     @staticmethod
     def remove_projection(weights: Mapping[str, Tensor], *networks: nn.Module) -> dict[str, Tensor]:

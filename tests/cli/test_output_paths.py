@@ -32,7 +32,7 @@ OPTIONS = {
     "report of two": ["report", "a-run", "another", "--out"],
     "reproduce": ["reproduce", "plan.yaml", "--out"],
     "demo": ["demo", MODEL, "--export-space"],
-    "bench": ["bench", "tiny.yaml", "--out"],
+    "bench": ["bench", "tiny.yaml", "--profile"],
     "train": ["train", "tiny.yaml", "--out"],
 }
 SUFFIXES = {"predict": ".csv", "predict --sheet": ".png"}

@@ -51,57 +51,14 @@ def plan_case(text: str, code: str, named: str) -> BadInput:
     return BadInput("reproduce plan.yaml", code, named, {"plan.yaml": text})
 
 
-END_TO_END = "bench r.yaml optim.steps=null optim.epochs=1 --end-to-end"
 BENCH_OPTIONS = {
-    "bench: finetune without a precision": BadInput(
-        "bench r.yaml --against finetune", "recipe.unknown_name", "finetune:fp32"
+    "bench: --decode of images that are kept": BadInput(
+        "bench r.yaml --decode", "recipe.conflict", "data.keep=none"
     ),
-    "bench: end-to-end with steps": BadInput(
-        "bench r.yaml --end-to-end", "recipe.unsupported", "optim.epochs"
+    "bench: a file for --profile": BadInput(
+        "bench r.yaml --profile file", "setup.not_writable", "file"
     ),
-    "bench: end-to-end with --steps": BadInput(
-        f"{END_TO_END} --steps 9", "recipe.conflict", "--steps"
-    ),
-    "bench: end-to-end against a loop": BadInput(
-        f"{END_TO_END} --against timm-loop", "recipe.unknown_name", "timm-train:PATH"
-    ),
-    "bench: end-to-end without a script": BadInput(
-        f"{END_TO_END} --against timm-train", "recipe.unknown_name", "timm-train:PATH"
-    ),
-    "bench: end-to-end with a missing script": BadInput(
-        f"{END_TO_END} --against timm-train:no.py", "recipe.not_found", "no.py"
-    ),
-    "bench: end-to-end with another script": BadInput(
-        f"{END_TO_END} --against timm-train:t.py",
-        "recipe.wrong_value",
-        "t.py",
-        {"t.py": "print(1)"},
-    ),
-    "bench: end-to-end with a failing script": BadInput(
-        f"{END_TO_END} --against timm-train:t.py",
-        "recipe.wrong_value",
-        "t.py",
-        {"t.py": "--data-dir"},
-    ),
-    "bench: end-to-end with streaming": BadInput(
-        f"{END_TO_END} data.source=parquet:x data.streaming=true",
-        "recipe.unsupported",
-        "data.streaming",
-    ),
-    "bench: end-to-end without validation": BadInput(
-        f"{END_TO_END} data.val_fraction=0", "recipe.unsupported", "data.val_fraction"
-    ),
-    "bench: end-to-end with unsupported methods": BadInput(
-        f"{END_TO_END} optim.ema_decay=0.9 optim.schedule=linear",
-        "recipe.unsupported",
-        "optim.ema_decay, optim.schedule",
-    ),
-    "bench: end-to-end with unsupported transforms": BadInput(
-        f"{END_TO_END} 'data.train=resize | rotate(9)' --against timm-train:t.py",
-        "recipe.unsupported",
-        "rotate",
-        {"t.py": "print(1)"},
-    ),
+    "bench: no steps": BadInput("bench r.yaml --steps 0", "usage", "--steps"),
 }
 
 BAD_OPTIONS = {

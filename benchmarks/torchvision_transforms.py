@@ -1,4 +1,4 @@
-"""Translate a recipe's training transforms to torchvision, for the loops of other libraries.
+"""Translate a recipe's training transforms to torchvision, for the other programs.
 
 The transforms run in the written order; only our own pipeline moves color and rotation before
 upscaling.
@@ -11,7 +11,6 @@ from typing import Any
 
 from torchvision.transforms import InterpolationMode, v2
 
-from finetune.errors import RecipeError
 from finetune.transforms.spec_parser import TransformCall, parse_transform_spec
 
 __all__ = ["to_torchvision"]
@@ -27,18 +26,16 @@ def to_torchvision(transform_spec: str, *, image_size: _Size, interpolation: str
         image_size: (height, width) of the network's input, in pixels.
         interpolation: default interpolation of resizes.
     Returns: transforms from PIL image to PIL image, without normalization, which the loop does.
-    Raises: RecipeError for an operation without a counterpart in torchvision.
+    Raises: SystemExit for an operation without a counterpart in torchvision.
     """
     transforms = []
     for call in parse_transform_spec(transform_spec):
         if call.name == "normalise":
             continue
         if call.name not in _TORCHVISION_TRANSFORMS:
-            raise RecipeError(
-                f"data.train: {call.name} has no counterpart in the loops of --against, which "
-                f"support {', '.join(_TORCHVISION_TRANSFORMS)}; omit it for the comparison, or "
-                "compare with synthetic only",
-                code="recipe.unsupported",
+            raise SystemExit(
+                f"data.train: {call.name} has no counterpart here; the benchmarks support "
+                f"{', '.join(_TORCHVISION_TRANSFORMS)}"
             )
         # torchvision uses the same names for interpolation
         kernel = InterpolationMode(call.arguments.get("interpolation") or interpolation)

@@ -1,0 +1,59 @@
+"""The scripts in benchmarks/ run and print a table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_runs import TINY_RECIPE
+
+TINY = ("data.num_train=60", "data.batch_size=8", "data.train=resize", "run.test=false")
+
+
+def run_script(repository: Path, name: str, *arguments: str) -> list[list[str]]:
+    """Run a script. Returns: the cells of the table that it prints, without the header."""
+    command = [sys.executable, str(repository / "benchmarks" / name), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY_RECIPE, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.slow
+def test_throughput_of_three_loops(repository: Path, recipe: str) -> None:
+    pytest.importorskip("transformers")
+    short = ("--steps", "2", "--warmup", "1", "--repeats", "1", "--workers", "0")
+    rows = run_script(repository, "throughput.py", recipe, *TINY, *short)
+    assert [row[:2] for row in rows] == [[name, "bf16"] for name in ("finetune", "timm", "trainer")]
+    assert all(float(row[2].replace(",", "")) > 0 for row in rows)
+
+
+@pytest.mark.faults
+def test_whole_jobs(repository: Path, recipe: str) -> None:
+    pytest.importorskip("transformers")
+    overrides = ("optim.steps=null", "optim.epochs=1", "optim.warmup_steps=0")
+    rows = run_script(
+        repository, "whole_job.py", recipe, *TINY, *overrides, "--trainer", "--repeats", "1"
+    )
+    assert [row[0] for row in rows] == ["finetune", "trainer"]
+    assert all(float(row[1]) > 0 for row in rows)
+
+
+@pytest.mark.faults
+def test_losses(repository: Path, recipe: str) -> None:
+    rows = run_script(repository, "losses.py", recipe, *TINY, "run.precision=fp32", "--steps", "40")
+    assert [row[0] for row in rows] == ["20", "40"]
+    assert [float(row[3]) for row in rows] == [0.0, 0.0]  # both are float32

@@ -17,7 +17,7 @@ from finetune.demo.predictor import DemoPredictor, decode_upload
 from finetune.errors import FinetuneError, SetupError, install_hint
 from finetune.inference import Classifier
 
-__all__ = ["PageContent", "build_app", "import_gradio", "input_types", "theme_options"]
+__all__ = ["PageContent", "build_app", "import_gradio", "theme_options"]
 
 _MAX_PREVIEW_PIXELS = 1024
 _BROWSER_IMAGE_SIGNATURES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"\0\0\1\0")
@@ -76,9 +76,9 @@ def build_app(classifier: Classifier, content: PageContent) -> Any:
                     type="filepath",
                     sources=["upload"],
                     show_label=False,
-                    label="Picture",
-                    placeholder="Drop a picture here, or click to choose one",
-                    elem_id="ft-picture",
+                    label="Image",
+                    placeholder="Drop an image here, or click to upload",
+                    elem_id="ft-image",
                     buttons=[],
                 )
                 examples = None
@@ -87,11 +87,11 @@ def build_app(classifier: Classifier, content: PageContent) -> Any:
                         components=[image_input],
                         samples=[[str(file)] for file in content.examples],
                         type="index",
-                        label="Or try one of these",
+                        label="Examples",
                         elem_id="ft-examples",
                     )
             with gr.Column(elem_classes="ft-right"):
-                output = gr.HTML(page.EMPTY_RESULT, elem_id="ft-answer")
+                output = gr.HTML(page.EMPTY_RESULT, elem_id="ft-output")
         gr.HTML(page.render_footer(classifier.class_names, content.notes))
         _connect_events(gr, handlers, image_input, examples, output)
     app.queue(max_size=32, default_concurrency_limit=1, api_open=False)
@@ -99,20 +99,20 @@ def build_app(classifier: Classifier, content: PageContent) -> Any:
 
 
 def _connect_events(
-    gr: ModuleType, handlers: _EventHandlers, picture: Any, examples: Any, output: Any
+    gr: ModuleType, handlers: _EventHandlers, image: Any, examples: Any, output: Any
 ) -> None:
     """Connect events to handlers, without Gradio's preprocessing, which re-encodes images."""
     event_options = {"preprocess": False, "trigger_mode": "always_last", "concurrency_id": "model"}
     private = {"api_visibility": "private"}
-    image_and_output = [picture, output]
+    image_and_output = [image, output]
     upload_options = {"show_progress_on": output, **event_options, **private}
-    gr.on(picture.upload, handlers.on_upload, picture, image_and_output, **upload_options)
+    gr.on(image.upload, handlers.on_upload, image, image_and_output, **upload_options)
     # without inputs, because the component still has the old image at this moment
-    gr.on(picture.clear, lambda: page.EMPTY_RESULT, None, output, **private)
+    gr.on(image.clear, lambda: page.EMPTY_RESULT, None, output, **private)
     if examples is not None:
         gr.on(examples.click, handlers.on_example_click, examples, image_and_output, **private)
     button, result = gr.Button(visible=False), gr.JSON(visible=False)
-    gr.on(button.click, handlers.on_api_call, picture, result, api_name="predict", **event_options)
+    gr.on(button.click, handlers.on_api_call, image, result, api_name="predict", **event_options)
 
 
 class _EventHandlers:
@@ -129,7 +129,8 @@ class _EventHandlers:
         if path is None:
             return self._gr.update(), page.EMPTY_RESULT
         try:
-            return self._preview(path), page.render_result(self._predictor.predict(path))
+            result = page.render_result(self._predictor.predict(path))
+            return self._preview(path), result
         except FinetuneError as error:
             return None, page.render_error(str(error))
 
@@ -157,7 +158,7 @@ class _EventHandlers:
         """
         path = (upload or {}).get("path")
         if path is None:
-            raise self._api_error("no picture was sent")
+            raise self._api_error("no image was sent")
         try:
             prediction = self._predictor.predict(path)
         except FinetuneError as error:
@@ -173,13 +174,6 @@ class _EventHandlers:
         # escape the message: Gradio shows it as HTML, and it may quote bytes of the file
         error: Exception = self._gr.Error(html.escape(message), print_exception=False)
         return error
-
-
-def input_types(app: Any) -> dict[int, list[str]]:
-    """Return the input component types, such as "image", of each function by its number."""
-    type_by_id = {item["id"]: item["type"] for item in app.config["components"]}
-    functions = app.config["dependencies"]
-    return {item["id"]: [type_by_id[number] for number in item["inputs"]] for item in functions}
 
 
 def theme_options(gr: ModuleType) -> dict[str, Any]:

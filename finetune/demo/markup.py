@@ -1,4 +1,4 @@
-"""Render the HTML of the demo page, and the attention heatmap over an image."""
+"""Render the HTML of the demo page, and the attention rollout as a heatmap over the image."""
 
 # C channels, H W pixels
 
@@ -35,8 +35,8 @@ _NO_LABEL_TEXT = "No label reaches its threshold"
 _PIXELATED_BELOW_PIXELS = 160  # smaller model inputs are enlarged without smoothing
 
 EMPTY_RESULT = (
-    '<div class="ft-empty"><p class="ft-empty-head">What is in the picture?</p>'
-    "<p>The most likely classes will appear here, and what the model saw.</p></div>"
+    '<div class="ft-empty"><p class="ft-empty-head">Upload an image to classify it</p>'
+    "<p>The predictions appear here, with the model input and the attention rollout.</p></div>"
 )
 
 
@@ -68,7 +68,7 @@ def render_footer(class_names: Sequence[str], notes: Sequence[str]) -> str:
     names = "".join(f"<li>{html.escape(name)}</li>" for name in class_names)
     paragraphs = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
-        f'<footer class="ft-foot"><details><summary>The {len(class_names)} classes it knows'
+        f'<footer class="ft-foot"><details><summary>The {len(class_names)} classes'
         f"</summary><ul>{names}</ul></details>{paragraphs}</footer>"
     )
 
@@ -77,7 +77,7 @@ def render_error(message: str) -> str:
     """Render an error message instead of a result."""
     return (
         '<div class="ft-refusal" role="alert"><p class="ft-empty-head">'
-        f"This picture was not classified</p><p>{html.escape(message)}</p></div>"
+        f"The image could not be classified</p><p>{html.escape(message)}</p></div>"
     )
 
 
@@ -96,29 +96,28 @@ def render_result(prediction: DemoPrediction) -> str:
         labels_html = f'<p class="ft-labels">{html.escape(labels or _NO_LABEL_TEXT)}</p>'
     height, width = prediction.input_HWC.shape[:2]
     pixelated_class = " ft-coarse" if max(height, width) < _PIXELATED_BELOW_PIXELS else ""
-    input_img = _img_tag(_png_data_uri(prediction.input_HWC), "The picture as the model saw it")
+    input_img = _img_tag(
+        _png_data_uri(prediction.input_HWC), "The image after resizing and cropping"
+    )
     size_text = f"{width} × {height} pixels"
     figures = [
-        _figure_tag(
-            input_img, f"<span>What the model saw</span><span>{size_text}</span>", pixelated_class
-        )
+        _figure_tag(input_img, f"<span>Model input</span><span>{size_text}</span>", pixelated_class)
     ]
     note_html = ""
     if prediction.attention_HW is None:
         note_html = (
-            '<p class="ft-note">This model has no attention over the whole picture, so there is '
-            "no map of where it looked.</p>"
+            '<p class="ft-note">Attention rollout needs a model with global attention, '
+            "such as a ViT.</p>"
         )
     else:
         heatmap_img = _img_tag(
             _png_data_uri(render_heatmap(prediction.attention_HW, (height, width))), ""
         )
         caption = (
-            "<span>Where it looked</span>"
-            '<span class="ft-scale" aria-hidden="true">less<i></i>more</span>'
-            '<span class="ft-hidden">: attention rollout, scaled to this picture</span>'
+            "<span>Attention rollout: where the network looks</span>"
+            '<span class="ft-scale" aria-hidden="true">low<i></i>high</span>'
         )
-        label = "The same picture under a heatmap that is brightest where the model looked most"
+        label = "Heatmap over the model input: bright patches received the most attention"
         overlay = (
             f'<span class="ft-stack" role="img" aria-label="{label}">'
             f"{input_img}{heatmap_img}</span>"

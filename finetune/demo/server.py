@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from finetune import process_lifecycle
-from finetune.demo.app import PageContent, build_app, import_gradio, input_types, theme_options
-from finetune.demo.middleware import AllowlistMiddleware
+from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
+from finetune.demo.middleware import DemoMiddleware
 from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
-from finetune.demo.uploads import UploadFolder, temporary_workspace
+from finetune.demo.uploads import temporary_workspace
 from finetune.errors import SetupError
 from finetune.inference import Classifier
 from finetune.log import logger
@@ -26,14 +26,13 @@ __all__ = ["MAX_UPLOAD_MB", "run_server", "serve"]
 
 MAX_UPLOAD_MB = 10
 _MAX_TOTAL_UPLOAD_MB = 200
-_MAX_UPLOADS_PER_MINUTE = 60
 _MAX_PORT = 65535
 # set explicitly, because Gradio's environment variables could enable these features
 _DISABLED_FEATURES = dict.fromkeys(
     ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
 )
 _PRIVACY_NOTE = (
-    "Pictures stay on this machine: they are classified here and deleted when the demo ends."
+    "Images stay on this machine: they are classified here and deleted when the demo ends."
 )
 
 
@@ -93,7 +92,6 @@ def run_server(
     Raises: SetupError if the public link cannot be created.
     """
     stop = threading.Event()
-    loopback_only = not is_space and not share and host is not None and _is_loopback(host)
     if not is_space:
         for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
             os.environ.pop(name, None)
@@ -107,13 +105,11 @@ def run_server(
             allowed_paths=[],
             max_file_size=MAX_UPLOAD_MB * 2**20,
             app_kwargs={
-                "middleware": [
-                    _build_middleware(
-                        app, workspace, loopback_only=loopback_only, is_space=is_space
-                    )
-                ],
-                "docs_url": None,
-                "redoc_url": None,
+                # a public link or a Space has another name
+                "middleware": _build_middleware(
+                    workspace, host=None if share or is_space else host, is_space=is_space
+                ),
+                "openapi_url": None,
             },
             footer_links=[],
             **_DISABLED_FEATURES,
@@ -138,25 +134,28 @@ def run_server(
     return url
 
 
-def _build_middleware(app: Any, workspace: Path, *, loopback_only: bool, is_space: bool) -> Any:
-    """Build the middleware for a page, with limits for uploads."""
-    from starlette.middleware import Middleware
+def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:
+    """Build the middleware; for a loopback `host`, it also accepts no other name of this server.
 
+    Another name may mean that a foreign page resolves it to this machine (DNS rebinding).
+    """
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    hosts = ["localhost", "127.0.0.1", "[::1]", host] if host and _is_loopback(host) else ["*"]
     space_host = os.environ.get("SPACE_HOST") if is_space else None
-    return Middleware(
-        AllowlistMiddleware,
-        uploads=UploadFolder(
-            workspace / "uploads",
+    return [
+        Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+        Middleware(
+            DemoMiddleware,
+            upload_folder=workspace / "uploads",
+            max_upload_bytes=MAX_UPLOAD_MB * 2**20,
             max_total_bytes=_MAX_TOTAL_UPLOAD_MB * 2**20,
-            max_per_minute=_MAX_UPLOADS_PER_MINUTE,
+            send_csp=not is_space,
+            # the Hub's proxy may send another Host than the browser did
+            trusted_origins=[f"https://{space_host}"] if space_host else [],
         ),
-        max_upload_bytes=MAX_UPLOAD_MB * 2**20,
-        input_types=input_types(app),
-        loopback_only=loopback_only,
-        send_csp=not is_space,
-        # the Hub's proxy may send another Host than the browser did
-        trusted_origins=[f"https://{space_host}"] if space_host else [],
-    )
+    ]
 
 
 def _close_server(app: Any) -> None:

@@ -297,7 +297,7 @@ def _space_card(
     lines += [
         f"# {html.escape(' '.join(title.split()))}",
         "",
-        f"Drop a picture: the page shows {shown_results} and where the model looked.",
+        f"Upload an image: the page shows {shown_results} and the attention rollout.",
         "",
         f"The model is {model_location}. To run it elsewhere: `pip install -r requirements.txt`, "
         "then `python app.py`.",

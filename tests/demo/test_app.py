@@ -101,7 +101,7 @@ class TestEventHandlers:
 
     def test_missing_image(self, handlers: _EventHandlers) -> None:
         assert handlers.on_upload(None)[1] == page.EMPTY_RESULT
-        with pytest.raises(import_gradio().Error, match="no picture"):
+        with pytest.raises(import_gradio().Error, match="no image"):
             handlers.on_api_call(None)
 
     def test_api_returns_labels_and_confidences(
@@ -169,7 +169,7 @@ class TestBrowser:
         tab.on("request", lambda request: requested_urls.append(request.url))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.goto(server.url)
-        tab.wait_for_selector("#ft-picture input[type=file]", state="attached")
+        tab.wait_for_selector("#ft-image input[type=file]", state="attached")
         yield SimpleNamespace(page=tab, requested_urls=requested_urls)
         own_prefixes = (server.url, "data:", f"blob:{server.url}")
         assert len(requested_urls) > 10
@@ -179,7 +179,7 @@ class TestBrowser:
 
     @staticmethod
     def drop(tab: Any, file: Path) -> None:
-        tab.page.set_input_files("#ft-picture input[type=file]", str(file))
+        tab.page.set_input_files("#ft-image input[type=file]", str(file))
 
     def test_image_is_classified_with_an_attention_map(
         self, tab: Any, classifier: Classifier, tmp_path: Path
@@ -197,7 +197,7 @@ class TestBrowser:
         ]
         assert sorted(names) == sorted(ODD_NAMES)  # as text, not as markup
         assert tab.page.title() != "broken"
-        assert tab.page.query_selector("#ft-answer img[src=x]") is None
+        assert tab.page.query_selector("#ft-output img[src=x]") is None
         for image in tab.page.query_selector_all(".ft-figure img"):
             assert image.evaluate("image => image.complete && image.naturalWidth") > 0
         assert len(tab.page.query_selector_all(".ft-stack img")) == 2
@@ -208,13 +208,13 @@ class TestBrowser:
         assert "Gradio" not in text
         assert "API" not in text
         assert "odd-names" in text
-        assert "Pictures stay on this machine" in text
+        assert "Images stay on this machine" in text
 
     def test_example_click_and_clear(self, tab: Any) -> None:
         tab.page.click("#ft-examples .gallery-item >> nth=1")
         tab.page.wait_for_selector(".ft-result")
-        tab.page.wait_for_selector("#ft-picture .image-frame img")
-        tab.page.click("#ft-picture .icon-button-wrapper button")
+        tab.page.wait_for_selector("#ft-image .image-frame img")
+        tab.page.click("#ft-image .icon-button-wrapper button")
         tab.page.wait_for_selector(".ft-empty")
         assert tab.page.query_selector(".ft-result") is None
 
@@ -231,7 +231,7 @@ class TestBrowser:
         self.drop(tab, file)
         tab.page.wait_for_selector(".ft-refusal")
         text = tab.page.inner_text(".ft-refusal")
-        assert "This picture was not classified" in text
+        assert "The image could not be classified" in text
         assert words in text
         assert "Traceback" not in tab.page.inner_text("body")
         assert str(tmp_path) not in text
@@ -266,9 +266,9 @@ class TestBrowser:
     ) -> None:
         tab = chromium.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
         tab.goto(server.url)
-        tab.wait_for_selector("#ft-picture input[type=file]", state="attached")
+        tab.wait_for_selector("#ft-image input[type=file]", state="attached")
         tab.set_input_files(
-            "#ft-picture input[type=file]", str(save_random_image(tmp_path / "a.png"))
+            "#ft-image input[type=file]", str(save_random_image(tmp_path / "a.png"))
         )
         tab.wait_for_selector(".ft-result")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

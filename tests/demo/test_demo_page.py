@@ -39,14 +39,13 @@ def test_result_shows_classes_and_the_model_input() -> None:
     assert np.array_equal(background, INPUT_HWC)
     assert heatmap.shape[2] == 4
     assert "32 × 24 pixels" in text
-    assert "Where it looked" in text
+    assert "Attention rollout" in text
 
 
 def test_result_without_attention() -> None:
     text = page.render_result(make_prediction())
     assert len(embedded_images(text)) == 1
-    assert "no map of where it looked" in text
-    assert "heat" not in text
+    assert "needs a model with global attention" in text
 
 
 @pytest.mark.parametrize("name", [HOSTILE_NAME, "${1+1}", "{{x}}"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,33 +64,27 @@ def test_missing_model(tmp_path: Path) -> None:
         serve(str(tmp_path / "nothing"), port=0)
 
 
-@pytest.mark.parametrize(
-    "host, local", [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False)]
-)
-def test_loopback_addresses(host: str, local: bool) -> None:
-    assert serve_module._is_loopback(host) is local
+class UnsharedApp:
+    """Replaces the page, when Gradio's server creates no public link."""
+
+    local_url = "http://127.0.0.1:1/"
+    share_url: str | None = None
+    server = SimpleNamespace(config=SimpleNamespace())
+    is_closed = False
+
+    def launch(self, **_: Any) -> None:
+        """Start nothing."""
+
+    def close(self, **_: Any) -> None:
+        self.is_closed = True
 
 
-class TestShareLink:
-    """`--share`, without a network."""
-
-    class App:
-        local_url = "http://127.0.0.1:1/"
-        share_url: str | None = None
-
-        def launch(self, **_: Any) -> None:
-            """Start nothing."""
-
-    def test_failed_share_link_closes_the_server(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        closed: list[Any] = []
-        monkeypatch.setattr(serve_module, "_build_middleware", lambda *_, **__: None)
-        monkeypatch.setattr(serve_module, "_close_server", closed.append)
-        app = self.App()
-        with refused("setup.unreachable", "--share"):
-            serve_module.run_server(app, tmp_path, host="127.0.0.1", port=0, share=True)
-        assert closed == [app]
+def test_failed_share_link_closes_the_server(tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    app = UnsharedApp()
+    with refused("setup.unreachable", "--share"):
+        serve_module.run_server(app, tmp_path, host="127.0.0.1", port=0, share=True)
+    assert app.is_closed
 
 
 @pytest.fixture(scope="module")
@@ -100,59 +94,41 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 
 @pytest.mark.slow
-class TestUntrustedRequests:
-    """Requests to the real server that the demo page never makes."""
+class TestRequests:
+    """Requests to the real server; for refusals, see test_middleware.py and tests/faults."""
 
     @pytest.mark.parametrize(
         "path",
         [
-            "/gradio_api/file=/etc/passwd",
-            "/file=/etc/passwd",
-            "/file=../../etc/passwd",
-            "/gradio_api/file=../../../../etc/passwd",
             "/gradio_api/file=%2Fetc%2Fpasswd",
             "/gradio_api/file=..%2f..%2f..%2fetc/passwd",
             "/gradio_api/file=%252Fetc%252Fpasswd",
             "/static/../../../../../../etc/passwd",
             "/static/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
             "/assets/..%2f..%2f..%2f..%2f..%2f..%2f..%2fetc/passwd",
-            "/gradio_api/proxy=http://127.0.0.1:1/",
-            "/gradio_api/file=http://127.0.0.1:1/",
             "/monitoring",
             "/openapi.json",
+            "/gradio_api/runs",
+            "/gradio_api/vibe-code",
         ],
     )
-    def test_foreign_paths_are_rejected(self, server: DemoServer, path: str) -> None:
+    def test_other_paths_are_refused(self, server: DemoServer, path: str) -> None:
         status, text = http_request(server.url + path)
         assert status in (403, 404)
         assert "root:" not in text
-        assert len(text) < 200
 
     def test_only_uploaded_files_are_served(self, server: DemoServer) -> None:
-        status, text = upload(server, "a.png", b"x")
-        assert status == 200
-        (path,) = json.loads(text)
+        (path,) = json.loads(upload(server, "a.png", b"x")[1])
         assert http_request(f"{server.url}/gradio_api/file={path}") == (200, "x")
         workspace = Path(path).parents[2]
-        for outside in (workspace / "examples" / "x", Path(__file__), workspace / "uploads" / ".."):
+        for outside in (workspace / "lock", Path(__file__), workspace / "uploads" / ".."):
             assert http_request(f"{server.url}/gradio_api/file={outside}")[0] == 403
-
-    @pytest.mark.parametrize(
-        "path", ["/etc/passwd", "../../etc/passwd", "http://127.0.0.1:1/x.png", __file__]
-    )
-    def test_api_rejects_arbitrary_file_paths(self, server: DemoServer, path: str) -> None:
-        file_data = {"path": path, "meta": {"_type": "gradio.FileData"}}
-        status, text = call_predict(server, file_data)
-        assert status == 403
-        assert "root:" not in text
-        joined = {"data": [file_data], "fn_index": 0, "session_hash": "a"}
-        assert http_request(f"{server.url}/gradio_api/queue/join", joined)[0] == 403
 
     def test_api_returns_a_prediction_or_an_error(self, server: DemoServer, tmp_path: Path) -> None:
         Image.new("RGB", (30, 20), (200, 0, 0)).save(tmp_path / "a.png")
         for content, words in (
             ((tmp_path / "a.png").read_bytes(), '"confidence"'),
-            (b"no picture", "not an image"),
+            (b"no image", "not an image"),
         ):
             (path,) = json.loads(upload(server, "a.png", content)[1])
             status, text = call_predict(
@@ -166,11 +142,6 @@ class TestUntrustedRequests:
                     prediction["label"] for prediction in json.loads(text.split("data: ", 1)[1])[0]
                 ]
                 assert sorted(labels) == sorted(ODD_NAMES)
-
-    def test_large_upload_is_rejected(self, server: DemoServer) -> None:
-        status, text = upload(server, "a.png", os.urandom(10 * 2**20 + 2**17))
-        assert status == 413
-        assert "more than 10 MB" in text
 
     def test_makes_no_outside_request_and_logs_its_end(self, server: DemoServer) -> None:
         """Runs last, because it stops the server."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -21,6 +20,7 @@ from demo_server import (
     save_small_model,
     upload,
 )
+from PIL import Image
 
 pytestmark = pytest.mark.slow
 
@@ -30,16 +30,15 @@ MEGABYTE = 2**20
 DISABLE_PROTECTION = {
     "origin": "from finetune.demo import middleware as m; m.is_cross_origin = lambda _: False",
     "host": "from finetune.demo import server as s; s._is_loopback = lambda host: False",
-    "limits": (
-        "from finetune.demo import server as s; "
-        "s._MAX_TOTAL_UPLOAD_MB = s._MAX_UPLOADS_PER_MINUTE = 10**6"
+    "limit": "from finetune.demo import server as s; s._MAX_TOTAL_UPLOAD_MB = 10**6",
+    "files": (
+        "from finetune.demo.middleware import DemoMiddleware; "
+        "DemoMiddleware._check_file = lambda *_: None"
     ),
-    "types": (
-        "from finetune.demo import middleware as m; "
-        "m.AllowlistMiddleware._validate_fields = lambda *a: a[2]"
+    "frames": "from finetune.demo import middleware as m; m._PAGE_CSP = 'base-uri *'",
+    "cleaning": (
+        "from finetune.demo import uploads as u; u._remove_abandoned_folders = lambda: None"
     ),
-    "frames": "from finetune.demo import middleware as m; m._PAGE_CSP = b'base-uri *'",
-    "cleaning": "from finetune.demo import uploads as w; w._remove_abandoned = lambda parent: None",
 }
 PROTECTED = [
     pytest.param(True, id="protected"),
@@ -55,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def protected_demo(model: str) -> Iterator[DemoServer]:
-    """A demo with all protections; no request may cause a traceback."""
+    """A demo with all protections; no attack may cause a traceback."""
     with run_demo(model) as server:
         yield server
     assert "Traceback" not in "".join(server.lines)
@@ -133,20 +132,20 @@ def test_dns_rebinding_is_refused(
             http_request(server.url, Host=host)[0],
             upload(server, "a.png", b"x", **headers)[0],
         }
-    assert statuses == ({421} if protected else {200})
+    assert statuses == ({400} if protected else {200})
     if protected:
-        fault("demo: DNS rebinding, reading and sending", "421")
+        fault("demo: DNS rebinding, reading and sending", "400")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
-def test_uploads_are_limited_in_number_and_size(
+def test_uploads_are_limited_in_total(
     model: str, tmp_path: Path, protected: bool, fault: Fault
 ) -> None:
     """Four parallel connections; each upload has the largest size."""
-    num_uploads, content = 72, os.urandom(10 * MEGABYTE)
-    max_bytes, statuses = 0, []
-    with own_demo(model, tmp_path, "limits", protected) as server, ThreadPoolExecutor(4) as pool:
+    num_uploads, content = 40, os.urandom(10 * MEGABYTE)
+    max_bytes = 0
+    with own_demo(model, tmp_path, "limit", protected) as server, ThreadPoolExecutor(4) as pool:
 
         def send(n: int) -> int:
             return upload(server, "a.png", n.to_bytes(8, "big") + content[8:])[0]
@@ -155,18 +154,16 @@ def test_uploads_are_limited_in_number_and_size(
         while not all(future.done() for future in futures):
             max_bytes = max(max_bytes, upload_bytes(tmp_path))
             time.sleep(0.05)
-        statuses = [future.result() for future in futures]
+        assert [future.result() for future in futures] == [200] * num_uploads
         max_bytes = max(max_bytes, upload_bytes(tmp_path))
+    assert upload_bytes(tmp_path) == 0  # the demo has ended
     if not protected:
-        assert statuses == [200] * num_uploads
         assert max_bytes == num_uploads * len(content)
         return
-    assert (statuses.count(200), statuses.count(429)) == (60, num_uploads - 60)
-    assert max_bytes <= 200 * MEGABYTE
-    assert upload_bytes(tmp_path) == 0  # the demo has ended
+    assert max_bytes <= (200 + 3 * 10) * MEGABYTE  # three more may be on their way
     fault(
         f"demo: {num_uploads} uploads of 10 MB in parallel",
-        "60 in a minute, then 429; at most 200 MB on the disk; none after the end",
+        "new ones replace the oldest: 200 MB on the disk, and those on their way",
         f"{max_bytes / MEGABYTE:.0f} MB at most",
     )
 
@@ -189,45 +186,23 @@ def test_the_next_start_removes_uploads_of_a_killed_demo(
         fault("demo: SIGKILL with uploads on the disk", "the next start removes them")
 
 
-BAD_DATA = [
-    {"data": ["/etc/passwd"]},
-    {"data": [5]},
-    {"data": 5},
-    {"data": []},
-    {"data": [True]},
-    {"data": [{"path": "\ud800"}]},
-    {"data": [{"url": "http://127.0.0.1:1/"}]},
-    {"data": [None, None]},
-    {"data": [float("nan")]},
-    5,
-]
-
-
 @pytest.mark.parametrize("protected", PROTECTED)
-def test_wrong_types_are_refused(
-    request: pytest.FixtureRequest, protected: bool, fault: Fault
+def test_other_files_and_addresses_are_not_read(
+    request: pytest.FixtureRequest, tmp_path: Path, protected: bool, fault: Fault
 ) -> None:
-    statuses = set()
-    with demo_under_attack(request, "types", protected) as server:
-        for content in BAD_DATA:
-            body = {} if isinstance(content, int) else content
-            statuses.add(http_request(f"{server.url}/gradio_api/call/predict", content)[0])
-            for function in range(5):
-                queue_body = {**body, "fn_index": function, "session_hash": "a"}
-                if (function, body.get("data")) != (1, []):  # this function has no input
-                    statuses.add(http_request(f"{server.url}/gradio_api/queue/join", queue_body)[0])
-        (path,) = json.loads(upload(server, "a.png", b"x")[1])
-        assert "not an image" in call_predict(server, {"path": path})[1]
-    log = "".join(server.lines)
-    assert ("Traceback" in log) is not protected
+    """Gradio would classify a local file, and download an address to classify it."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "private.png")
+    address = "http://images.example/a.png"
+    with demo_under_attack(request, "files", protected) as server:
+        results = [call_predict(server, {"path": str(tmp_path / "private.png")})]
+        results.append(http_request(f"{server.url}/gradio_api/file={address}"))
+        is_fetched = f"OUTSIDE {address.split('/')[2]}\n" in server.lines
     if not protected:
+        assert is_fetched
         return
-    assert statuses == {403, 422}
-    fault(
-        "demo: data of wrong types to every function",
-        "422, or 403 for a file that is no upload; no traceback in the log",
-        f"{6 * len(BAD_DATA) - 1} requests",
-    )
+    assert [status for status, _ in results] == [403, 403]
+    assert not is_fetched
+    fault("demo: another file of this machine, a URL to fetch", "403")
 
 
 @pytest.mark.faults
@@ -246,7 +221,7 @@ def test_the_page_cannot_be_framed(
         )
         tab.wait_for_timeout(3000)
         frames_with_content = [
-            frame for frame in tab.frames[1:] if frame.query_selector("#ft-picture")
+            frame for frame in tab.frames[1:] if frame.query_selector("#ft-image")
         ]
         tab.close()
     assert bool(frames_with_content) is not protected

@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from finetune.demo.uploads import list_files, remove_oldest_files
 
 __all__ = ["DemoMiddleware", "is_cross_origin"]
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _UPLOAD = "/gradio_api/upload"
 # Other functions of Gradio, such as component servers and direct calls, are not needed.
@@ -37,14 +37,6 @@ _PAGE_CSP = (
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-
-
-class _RequestRefused(Exception):
-    """Refuse a request with a status and a message."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class DemoMiddleware:
@@ -81,11 +73,8 @@ class DemoMiddleware:
         if send_csp:
             self._headers["Content-Security-Policy"] = _PAGE_CSP
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: forward it, or answer with a refusal."""
-        from starlette.datastructures import MutableHeaders
-        from starlette.responses import PlainTextResponse
-
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -97,31 +86,31 @@ class DemoMiddleware:
 
         try:
             receive = await self._check_request(scope, receive)
-        except _RequestRefused as refused:
-            response = PlainTextResponse(f"{refused}\n", refused.status, self._headers)
+        except HTTPException as refused:
+            response = PlainTextResponse(refused.detail, refused.status_code, self._headers)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send_with_headers)
 
-    async def _check_request(self, scope: Message, receive: Receive) -> Receive:
-        """Return the `receive` to forward. Raises: _RequestRefused."""
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    async def _check_request(self, scope: Scope, receive: Receive) -> Receive:
+        """Return the `receive` to forward. Raises: HTTPException."""
+        headers = Headers(scope=scope)
         path = scope["path"].rstrip("/")
         if scope["method"] in ("GET", "HEAD"):
             if file := _FILE.fullmatch(scope["path"]):
                 self._check_file(file[1])
             return receive
         if scope["method"] != "POST" or not _ALLOWED_POST.fullmatch(path):
-            raise _RequestRefused(404, "there is no such page")
-        if is_cross_origin(headers) and headers.get(b"origin") not in self._trusted_origins:
-            raise _RequestRefused(403, "a page of another origin may not use this demo")
-        length = headers.get(b"content-length", "")
-        if not length.isdecimal() or b"transfer-encoding" in headers:
-            raise _RequestRefused(411, "a request needs a Content-Length")
+            raise HTTPException(404, "there is no such page")
+        if is_cross_origin(headers) and headers.get("origin") not in self._trusted_origins:
+            raise HTTPException(403, "a page of another origin may not use this demo")
+        length = headers.get("content-length", "")
+        if not length.isdecimal() or "transfer-encoding" in headers:
+            raise HTTPException(411, "a request needs a Content-Length")
         is_upload = path == _UPLOAD
         max_bytes = self._max_upload_bytes + _FORM_OVERHEAD_BYTES if is_upload else _MAX_BODY_BYTES
         if int(length) > max_bytes:
-            raise _RequestRefused(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
+            raise HTTPException(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
         if is_upload:
             room = self._max_total_bytes - int(length)
             remove_oldest_files(self._upload_folder, max_total_bytes=room, keep=self._examples)
@@ -138,10 +127,10 @@ class DemoMiddleware:
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
-            raise _RequestRefused(400, "the request body is not JSON") from None
+            raise HTTPException(400, "the request body is not JSON") from None
         data = content.get("data", []) if isinstance(content, dict) else None
         if not isinstance(data, list):
-            raise _RequestRefused(422, "data: expected a list")
+            raise HTTPException(422, "data: expected a list")
         body = json.dumps({**content, "data": [self._check_value(item) for item in data]}).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -156,7 +145,7 @@ class DemoMiddleware:
             return value
         path = value.get("path") if isinstance(value, dict) else None
         if not isinstance(path, str):
-            raise _RequestRefused(422, 'data: expected an uploaded image, {"path": "..."}')
+            raise HTTPException(422, 'data: expected an uploaded image, {"path": "..."}')
         self._check_file(path)
         return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
@@ -168,10 +157,10 @@ class DemoMiddleware:
             except ValueError:  # a NUL or a lone surrogate is invalid in a path
                 is_upload = False
             if not is_upload or not path.startswith("/"):
-                raise _RequestRefused(403, "only uploaded images can be read")
+                raise HTTPException(403, "only uploaded images can be read")
 
 
-def is_cross_origin(headers: Mapping[bytes, str]) -> bool:
+def is_cross_origin(headers: Mapping[str, str]) -> bool:
     """Return True if a browser sends this request from a page of another origin.
 
     The header Sec-Fetch-Site decides: current browsers send it to https and loopback servers, also
@@ -182,7 +171,7 @@ def is_cross_origin(headers: Mapping[bytes, str]) -> bool:
         headers: the request headers, with lower-case names.
     Source: Go, net/http, CrossOriginProtection.
     """
-    if site := headers.get(b"sec-fetch-site"):
+    if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
-    origin = headers.get(b"origin")
-    return origin is not None and origin.partition("://")[2] != headers.get(b"host")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")

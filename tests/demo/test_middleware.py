@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from finetune.demo.middleware import DemoMiddleware, is_cross_origin
-
 pytest.importorskip("starlette", reason="Gradio is not installed: pip install '.[demo]'")
+
+from finetune.demo.middleware import DemoMiddleware, is_cross_origin
 
 
 class RecordingApp:
@@ -230,8 +230,7 @@ def test_cross_origin_requests_are_refused(
 ) -> None:
     headers = {"sec-fetch-site": site, "origin": origin}
     more = {name: value for name, value in headers.items() if value is not None}
-    header_values = {name.encode(): value for name, value in more.items()}
-    assert is_cross_origin(header_values | {b"host": "127.0.0.1:7860"}) is is_refused
+    assert is_cross_origin(more | {"host": "127.0.0.1:7860"}) is is_refused
     for path, body in (("upload", b"x"), ("cancel", b"{}")):
         status, _, passed = request(uploads, f"/gradio_api/{path}", "POST", body, more=more)
         assert (status, bool(passed)) == ((403, False) if is_refused else (200, True))

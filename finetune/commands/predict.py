@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.contact_sheet import ContactSheet, save_sheet
 from finetune.commands.prediction_output import (
     PREDICTION_SUFFIXES,
     PredictionTable,
     open_prediction_writer,
 )
-from finetune.commands.sheet_drawing import save_sheet
 from finetune.data.image_paths import list_cli_images
 from finetune.files import check_not_overwriting_inputs, check_output_file
 from finetune.inference import Classifier, PredictionRow
@@ -70,10 +69,7 @@ def predict(
     limit_last_block_to_class_token(classifier.network)
     is_multilabel = classifier.thresholds is not None
     rows = PredictionTable(classifier.class_names, is_multilabel=is_multilabel)
-    # a folder name cannot hold all labels of a multi-label image
-    contact_sheet = (
-        ContactSheet(() if is_multilabel else classifier.class_names) if sheet_path else None
-    )
+    contact_sheet = ContactSheet() if sheet_path else None
     on_decoded = None if contact_sheet is None else contact_sheet.add_image
     predictions = classifier.iter_predictions(
         files, top_k=top_k, batch_size=batch_size, progress=True, on_decoded=on_decoded

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,27 +12,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from finetune.commands.sheet_drawing import (
-    IMAGE_BACKGROUND,
-    MUTED_COLOR,
-    PAGE_COLOR,
-    TEXT_COLOR,
-    FontSet,
-    draw_empty_card,
+from finetune.commands.contact_sheet import (
+    ERROR_COLOR,
+    THUMBNAIL_PIXELS,
+    Tile,
+    draw_grid,
     make_thumbnail,
     save_sheet,
-    truncate_middle,
-    upscale_by_integer,
-    wrap_text,
 )
 from finetune.data.decode_split import estimate_common_size
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
 from finetune.errors import DataError
 from finetune.files import check_output_file
-from finetune.formatting import escape_to_one_line, pluralize
+from finetune.formatting import pluralize
 from finetune.precision import DTYPES, resolve_precision
 from finetune.recipe.schema import Recipe
 from finetune.training.setup import build_setup
@@ -42,8 +38,6 @@ __all__ = ["ImageRow", "draw_image_rows", "show_source", "show_training"]
 SHEET_SUFFIXES = (".png", ".jpg", ".jpeg")
 _MAX_CLASSES, _IMAGES_PER_CLASS = 24, 8  # for `show_source`
 _NUM_TRAINING_IMAGES = 6  # for `show_training`
-# in pixels; _LABEL_WIDTH is the width of the text to the left of each row
-_THUMBNAIL_PIXELS, _GAP, _PADDING, _MARGIN, _LABEL_WIDTH = 128, 8, 12, 32, 190
 
 
 class ImageRow(NamedTuple):
@@ -70,7 +64,7 @@ def show_source(
         be written.
     """
     path = check_output_file(out, option=option, suffixes=SHEET_SUFFIXES)
-    loaded_source = open_source(source, decode_size=_THUMBNAIL_PIXELS, multilabel=multilabel)
+    loaded_source = open_source(source, decode_size=THUMBNAIL_PIXELS, multilabel=multilabel)
     rows = _rows_by_class(loaded_source)
     subtitle_parts = [pluralize(len(loaded_source.class_names), "class", "classes")]
     subtitle_parts += [f"{len(split):,} {name}" for name, split in loaded_source.splits.items()]
@@ -95,7 +89,7 @@ def _rows_by_class(source: Source) -> list[ImageRow]:
         thumbnails: list[Image.Image | None] = []
         for index in members[positions].tolist():
             try:
-                thumbnails.append(make_thumbnail(split.decode(index), _THUMBNAIL_PIXELS))
+                thumbnails.append(make_thumbnail(split.decode(index)))
             except DataError:
                 thumbnails.append(None)
         counts = [
@@ -173,74 +167,23 @@ def draw_image_rows(
         rows: the rows, at least one.
         title: title of the sheet.
         facts: short texts to show below the title.
-        column_titles: titles of the columns, if any.
+        column_titles: titles of the columns, if any; repeated in every row.
     Returns: an RGB image.
     """
-    columns = max(max(len(row.images) for row in rows), 4)
-    row_width = _LABEL_WIDTH + columns * (_THUMBNAIL_PIXELS + _GAP) - _GAP + 2 * _PADDING
-    row_height = _THUMBNAIL_PIXELS + 2 * _PADDING
-    fonts = FontSet([title, *facts, *column_titles, *(text for row in rows for text in row[:2])])
-    bold, small = fonts.at_size(24, bold=True), fonts.at_size(15)
-    lines = wrap_text(escape_to_one_line(" · ".join(facts)), small, row_width, max_lines=4)
-    top = _MARGIN + 44 + 22 * len(lines) + (30 if column_titles else 8)
-    bottom = top + len(rows) * (row_height + _GAP) - _GAP + _MARGIN
-    page = Image.new("RGB", (row_width + 2 * _MARGIN, bottom), PAGE_COLOR)
-    draw = ImageDraw.Draw(page)
-    heading = truncate_middle(escape_to_one_line(title), bold, row_width)
-    draw.text((_MARGIN, _MARGIN - 6), heading, TEXT_COLOR, bold(heading))
-    for number, line in enumerate(lines):
-        draw.text((_MARGIN, _MARGIN + 38 + 22 * number), line, MUTED_COLOR, small(line))
-    left = _MARGIN + _PADDING + _LABEL_WIDTH
-    for column, column_title in enumerate(column_titles):
-        center = left + column * (_THUMBNAIL_PIXELS + _GAP) + _THUMBNAIL_PIXELS // 2
-        draw.text((center, top - 8), column_title, MUTED_COLOR, small(column_title), anchor="ms")
-    empty_card = draw_empty_card(row_width, row_height)
-    for number, row in enumerate(rows):
-        y = top + number * (row_height + _GAP)
-        page.paste(empty_card, (_MARGIN, y))
-        _draw_row_label(draw, fonts, row, _MARGIN + _PADDING, y + _PADDING)
-        for column, image in enumerate(row.images):
-            _paste_image(
-                page, draw, image, left + column * (_THUMBNAIL_PIXELS + _GAP), y + _PADDING
-            )
-    return page
+    num_columns = 1 + max(*(len(row.images) for row in rows), 4)
+    tiles = []
+    for row in rows:
+        text = [*textwrap.wrap(row.name, 20)[:2], *textwrap.wrap(row.note, 20)[:6]]
+        tiles.append(Tile(None, text))
+        tiles += [
+            Tile(None, ["unreadable"], ERROR_COLOR)
+            if image is None
+            else Tile(_as_thumbnail(image), column_titles[column : column + 1])
+            for column, image in enumerate(row.images)
+        ]
+        tiles += [Tile(None, [])] * (num_columns - 1 - len(row.images))
+    return draw_grid(tiles, num_columns=num_columns, title=title, facts=facts)
 
 
-def _draw_row_label(
-    draw: ImageDraw.ImageDraw, fonts: FontSet, row: ImageRow, x: int, y: int
-) -> None:
-    """Draw the name and note of a row to the left of its images."""
-    max_width = _LABEL_WIDTH - 2 * _GAP
-    bold, small = fonts.at_size(15, bold=True), fonts.at_size(13)
-    for line in wrap_text(escape_to_one_line(row.name), bold, max_width, max_lines=2):
-        draw.text((x, y), line, TEXT_COLOR, bold(line))
-        y += 20
-    for line in wrap_text(escape_to_one_line(row.note), small, max_width, max_lines=4):
-        draw.text((x, y + 4), line, MUTED_COLOR, small(line))
-        y += 18
-
-
-def _paste_image(
-    page: Image.Image,
-    draw: ImageDraw.ImageDraw,
-    thumbnail: NDArray[np.uint8] | Image.Image | None,
-    x: int,
-    y: int,
-) -> None:
-    """Draw an image, or a cross for None, into the square with its top left corner at (x, y)."""
-    frame = (x, y, x + _THUMBNAIL_PIXELS - 1, y + _THUMBNAIL_PIXELS - 1)
-    draw.rectangle(frame, fill=IMAGE_BACKGROUND)
-    if thumbnail is None:
-        draw.line(frame, fill=MUTED_COLOR)
-        draw.line((x, y + _THUMBNAIL_PIXELS - 1, x + _THUMBNAIL_PIXELS - 1, y), fill=MUTED_COLOR)
-        return
-    image = (
-        thumbnail
-        if isinstance(thumbnail, Image.Image)
-        else make_thumbnail(thumbnail, _THUMBNAIL_PIXELS)
-    )
-    image = upscale_by_integer(image, _THUMBNAIL_PIXELS)
-    page.paste(
-        image,
-        (x + (_THUMBNAIL_PIXELS - image.width) // 2, y + (_THUMBNAIL_PIXELS - image.height) // 2),
-    )
+def _as_thumbnail(image: NDArray[np.uint8] | Image.Image) -> Image.Image:
+    return image if isinstance(image, Image.Image) else make_thumbnail(image)

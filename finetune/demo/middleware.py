@@ -12,15 +12,13 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from finetune.demo.uploads import list_files, remove_oldest_files
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["DemoMiddleware", "is_cross_origin"]
 
@@ -32,11 +30,19 @@ _MAX_BODY_BYTES = 2**16
 _FORM_OVERHEAD_BYTES = 2**16  # size of the upload form besides the file
 # With this Content-Security-Policy, the browser blocks requests to other hosts and framing.
 _PAGE_CSP = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
-    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; "
-    "frame-ancestors 'none'"
+    b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    b"worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; "
+    b"frame-ancestors 'none'"
 )
+
+
+class _RequestRefused(Exception):
+    """Refuse a request with a status and a message."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class DemoMiddleware:
@@ -69,9 +75,12 @@ class DemoMiddleware:
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
         self._trusted_origins = trusted_origins
-        self._headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        self._headers = [
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+        ]
         if send_csp:
-            self._headers["Content-Security-Policy"] = _PAGE_CSP
+            self._headers.append((b"content-security-policy", _PAGE_CSP))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: forward it, or answer with a refusal."""
@@ -81,36 +90,37 @@ class DemoMiddleware:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._headers)
+                message["headers"] = [*message.get("headers", []), *self._headers]
             await send(message)
 
         try:
             receive = await self._check_request(scope, receive)
-        except HTTPException as refused:
-            response = PlainTextResponse(refused.detail, refused.status_code, self._headers)
-            await response(scope, receive, send)
+        except _RequestRefused as refused:
+            await _text_response(refused)(scope, receive, send_with_headers)
             return
         await self._app(scope, receive, send_with_headers)
 
     async def _check_request(self, scope: Scope, receive: Receive) -> Receive:
-        """Return the `receive` to forward. Raises: HTTPException."""
-        headers = Headers(scope=scope)
+        """Return the `receive` to forward. Raises: _RequestRefused."""
+        headers = {
+            name.decode().lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
         path = scope["path"].rstrip("/")
         if scope["method"] in ("GET", "HEAD"):
             if file := _FILE.fullmatch(scope["path"]):
                 self._check_file(file[1])
             return receive
         if scope["method"] != "POST" or not _ALLOWED_POST.fullmatch(path):
-            raise HTTPException(404, "there is no such page")
+            raise _RequestRefused(404, "there is no such page")
         if is_cross_origin(headers) and headers.get("origin") not in self._trusted_origins:
-            raise HTTPException(403, "a page of another origin may not use this demo")
+            raise _RequestRefused(403, "a page of another origin may not use this demo")
         length = headers.get("content-length", "")
         if not length.isdecimal() or "transfer-encoding" in headers:
-            raise HTTPException(411, "a request needs a Content-Length")
+            raise _RequestRefused(411, "a request needs a Content-Length")
         is_upload = path == _UPLOAD
         max_bytes = self._max_upload_bytes + _FORM_OVERHEAD_BYTES if is_upload else _MAX_BODY_BYTES
         if int(length) > max_bytes:
-            raise HTTPException(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
+            raise _RequestRefused(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
         if is_upload:
             room = self._max_total_bytes - int(length)
             remove_oldest_files(self._upload_folder, max_total_bytes=room, keep=self._examples)
@@ -127,10 +137,10 @@ class DemoMiddleware:
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
-            raise HTTPException(400, "the request body is not JSON") from None
+            raise _RequestRefused(400, "the request body is not JSON") from None
         data = content.get("data", []) if isinstance(content, dict) else None
         if not isinstance(data, list):
-            raise HTTPException(422, "data: expected a list")
+            raise _RequestRefused(422, "data: expected a list")
         body = json.dumps({**content, "data": [self._check_value(item) for item in data]}).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -145,7 +155,7 @@ class DemoMiddleware:
             return value
         path = value.get("path") if isinstance(value, dict) else None
         if not isinstance(path, str):
-            raise HTTPException(422, 'data: expected an uploaded image, {"path": "..."}')
+            raise _RequestRefused(422, 'data: expected an uploaded image, {"path": "..."}')
         self._check_file(path)
         return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
@@ -157,7 +167,13 @@ class DemoMiddleware:
             except ValueError:  # a NUL or a lone surrogate is invalid in a path
                 is_upload = False
             if not is_upload or not path.startswith("/"):
-                raise HTTPException(403, "only uploaded images can be read")
+                raise _RequestRefused(403, "only uploaded images can be read")
+
+
+def _text_response(refused: _RequestRefused) -> ASGIApp:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(f"{refused}\n", refused.status)
 
 
 def is_cross_origin(headers: Mapping[str, str]) -> bool:

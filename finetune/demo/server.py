@@ -15,6 +15,7 @@ import torch
 
 from finetune import process_lifecycle
 from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
+from finetune.demo.middleware import DemoMiddleware
 from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
 from finetune.demo.uploads import temporary_workspace
 from finetune.errors import SetupError
@@ -140,8 +141,6 @@ def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> l
     """
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-
-    from finetune.demo.middleware import DemoMiddleware  # imports Starlette
 
     hosts = ["localhost", "127.0.0.1", "[::1]", host] if host and _is_loopback(host) else ["*"]
     space_host = os.environ.get("SPACE_HOST") if is_space else None

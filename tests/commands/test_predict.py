@@ -22,7 +22,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune import inference
-from finetune.commands.contact_sheet import ContactSheet
+from finetune.commands.contact_sheet import ERROR_COLOR
 from finetune.commands.predict import predict
 from finetune.commands.prediction_output import format_predictions
 from finetune.data.decode import decode_image
@@ -454,26 +454,8 @@ def test_contact_sheet_is_written_in_addition_to_the_rows(
         assert image.format == "PNG"
         pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
     # the color of the two unreadable files
-    assert (pixels == ImageColor.getrgb("#b42318")).all(axis=1).any()
+    assert (pixels == ImageColor.getrgb(ERROR_COLOR)).all(axis=1).any()
     assert (tmp_path / "rows.csv").read_text("utf-8").count("\n") == 8
-
-
-def test_contact_sheet_uses_the_models_class_names(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    summaries: list[str] = []
-    format_summary = ContactSheet._format_summary
-    monkeypatch.setattr(
-        ContactSheet,
-        "_format_summary",
-        lambda sheet, remark: summaries.append(format_summary(sheet, remark)) or summaries[-1],
-    )
-    files = [
-        write_image(tmp_path / folder / f"{n}.png", n) for folder in ("blue", "x") for n in (0, 1)
-    ]
-    rows = predict(str(model), list(map(str, files)), sheet=tmp_path / "sheet.png")
-    correct = sum(row["predictions"][0]["label"] == "blue" for row in rows[:2])
-    assert f"{correct} of 2 match their folder" in summaries[0]
 
 
 def test_out_of_memory_suggests_batch_size(model: Path, photos: Path) -> None:

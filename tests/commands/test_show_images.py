@@ -53,12 +53,12 @@ def test_draw_image_rows_places_every_image() -> None:
         count_pixels(sheet, red)
         == count_pixels(sheet, blue)
         == count_pixels(sheet, green)
-        == 128 * 128
+        == 160 * 160
     )
     top, left = first_position(sheet, red)
-    assert first_position(sheet, blue) == (top, left + 136)
+    assert first_position(sheet, blue) == (top, left + 174)
     assert first_position(sheet, green)[1] == left
-    assert first_position(sheet, green)[0] > top + 128
+    assert first_position(sheet, green)[0] > top + 160
 
 
 def test_source_sheet_shows_images_by_class(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_source_sheet_shows_images_by_class(tmp_path: Path) -> None:
     names = sorted(f"a/{n}" for n in range(12))
     for name in [*names, "b/0", "b/1"]:
         pixels = np.asarray(Image.open(tmp_path / "d/train" / f"{name}.png"))
-        enlarged = pixels.repeat(25, axis=0).repeat(25, axis=1)
+        enlarged = pixels.repeat(32, axis=0).repeat(32, axis=1)
         corners = np.argwhere((sheet == enlarged[0, 0]).all(axis=2))
-        if any(np.array_equal(sheet[y : y + 125, x : x + 100], enlarged) for y, x in corners):
+        if any(np.array_equal(sheet[y : y + 160, x : x + 128], enlarged) for y, x in corners):
             found_names.append(name)
     assert found_names == [*(names[n] for n in (0, 2, 3, 5, 6, 8, 9, 11)), "b/0", "b/1"]
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from finetune.demo.uploads import list_files, remove_oldest_files
 
@@ -25,16 +24,10 @@ __all__ = ["DemoMiddleware", "is_cross_origin"]
 _UPLOAD = "/gradio_api/upload"
 # Other functions of Gradio, such as component servers and direct calls, are not needed.
 _ALLOWED_POST = re.compile(rf"{_UPLOAD}|/gradio_api/(queue/join|cancel|reset|call/predict)")
-_FILE = re.compile(r"(?:/gradio_api)?/(?:file|proxy)=(.*)", re.DOTALL)
+_FILE = re.compile(r"(?:/gradio_api)?/(?:file|proxy)[=/](.*)", re.DOTALL)
 _MAX_BODY_BYTES = 2**16
 _FORM_OVERHEAD_BYTES = 2**16  # size of the upload form besides the file
-# With this Content-Security-Policy, the browser blocks requests to other hosts and framing.
-_PAGE_CSP = (
-    b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
-    b"worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; "
-    b"frame-ancestors 'none'"
-)
+_NO_FRAMES = b"frame-ancestors 'none'"
 
 
 class _RequestRefused(Exception):
@@ -53,8 +46,7 @@ class DemoMiddleware:
         upload_folder: Gradio's folder of uploads; requests can name only files in it.
         max_upload_bytes: maximum size of an uploaded file.
         max_total_bytes: limit for all uploads together; a new upload replaces the oldest ones.
-        send_csp: send the Content-Security-Policy, which forbids requests to other hosts and
-            framing by other pages; False for a Space, which needs both.
+        allow_framing: let other pages show this one in a frame; the Hub does this with a Space.
         trusted_origins: further origins whose pages may send requests, such as
             "https://owner-name.hf.space".
     """
@@ -66,7 +58,7 @@ class DemoMiddleware:
         upload_folder: Path,
         max_upload_bytes: int,
         max_total_bytes: int,
-        send_csp: bool,
+        allow_framing: bool,
         trusted_origins: Collection[str] = (),
     ) -> None:
         self._app = app
@@ -75,12 +67,9 @@ class DemoMiddleware:
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
         self._trusted_origins = trusted_origins
-        self._headers = [
-            (b"x-content-type-options", b"nosniff"),
-            (b"referrer-policy", b"no-referrer"),
-        ]
-        if send_csp:
-            self._headers.append((b"content-security-policy", _PAGE_CSP))
+        self._headers = [(b"x-content-type-options", b"nosniff")]
+        if not allow_framing:
+            self._headers.append((b"content-security-policy", _NO_FRAMES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: forward it, or answer with a refusal."""
@@ -159,15 +148,13 @@ class DemoMiddleware:
         self._check_file(path)
         return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
-    def _check_file(self, name: str) -> None:
-        # check the decoded path too, because Gradio may decode it again
-        for path in (name, unquote(name)):
-            try:
-                is_upload = Path(os.path.realpath(path)).is_relative_to(self._upload_folder)
-            except ValueError:  # a NUL or a lone surrogate is invalid in a path
-                is_upload = False
-            if not is_upload or not path.startswith("/"):
-                raise _RequestRefused(403, "only uploaded images can be read")
+    def _check_file(self, path: str) -> None:
+        try:
+            is_upload = Path(os.path.realpath(path)).is_relative_to(self._upload_folder)
+        except ValueError:  # a NUL or a lone surrogate is invalid in a path
+            is_upload = False
+        if not is_upload:
+            raise _RequestRefused(403, "only uploaded images can be read")
 
 
 def _text_response(refused: _RequestRefused) -> ASGIApp:

@@ -151,7 +151,7 @@ def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> l
             upload_folder=workspace / "uploads",
             max_upload_bytes=MAX_UPLOAD_MB * 2**20,
             max_total_bytes=_MAX_TOTAL_UPLOAD_MB * 2**20,
-            send_csp=not is_space,
+            allow_framing=is_space,
             # the Hub's proxy may send another Host than the browser did
             trusted_origins=[f"https://{space_host}"] if space_host else [],
         ),

@@ -57,7 +57,12 @@ def request(
 ) -> tuple[int, dict[str, str], list[tuple[str, str, bytes]]]:
     """Send one request. Returns: status, headers, and the requests that reached Gradio."""
     app = RecordingApp()
-    settings = {"max_upload_bytes": 1000, "max_total_bytes": 10**6, "send_csp": True, **options}
+    settings = {
+        "max_upload_bytes": 1000,
+        "max_total_bytes": 10**6,
+        "allow_framing": False,
+        **options,
+    }
     middleware = DemoMiddleware(app, upload_folder=uploads, **settings)
     headers = [(b"host", b"127.0.0.1:7860")]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
@@ -88,8 +93,7 @@ def test_page_paths_pass_with_security_headers(uploads: Path, path: str) -> None
     assert (status, passed) == (200, [("GET", path, b"")])
     assert headers["x-content-type-options"] == "nosniff"
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
-    assert "http" not in headers["content-security-policy"]
-    assert "content-security-policy" not in request(uploads, path, send_csp=False)[1]
+    assert "content-security-policy" not in request(uploads, path, allow_framing=True)[1]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,6 @@ def test_only_uploads_and_predictions_can_be_posted(uploads: Path, path: str) ->
         "{uploads}/../../secret",
         "{uploads}/way-out",
         "{uploads}-too/x.png",
-        "{uploads}/%2e%2e/%2e%2e/secret",
         "http://example.org/cat.png",
         "file:///etc/passwd",
         "{uploads}/cat.png\0.txt",
@@ -128,7 +131,7 @@ def test_only_uploads_and_predictions_can_be_posted(uploads: Path, path: str) ->
 )
 def test_other_files_and_urls_are_refused(uploads: Path, path: str) -> None:
     path = path.format(uploads=uploads)
-    for prefix in ("/gradio_api/file=", "/file=", "/gradio_api/proxy="):
+    for prefix in ("/gradio_api/file=", "/file=", "/gradio_api/file/", "/gradio_api/proxy="):
         status, _, passed = request(uploads, prefix + path)
         assert (status, passed) == (403, [])
     body = json.dumps({"data": [{"path": path, "meta": {}}], "fn_index": 0}).encode()
@@ -188,7 +191,11 @@ def test_uploads_are_limited_in_size(uploads: Path) -> None:
 def test_new_uploads_replace_the_oldest_but_not_the_examples(uploads: Path) -> None:
     app = RecordingApp()
     middleware = DemoMiddleware(
-        app, upload_folder=uploads, max_upload_bytes=2**20, max_total_bytes=2**20, send_csp=False
+        app,
+        upload_folder=uploads,
+        max_upload_bytes=2**20,
+        max_total_bytes=2**20,
+        allow_framing=False,
     )
     headers = [(b"content-length", str(2**19).encode())]
     scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}

@@ -35,7 +35,7 @@ DISABLE_PROTECTION = {
         "from finetune.demo.middleware import DemoMiddleware; "
         "DemoMiddleware._check_file = lambda *_: None"
     ),
-    "frames": "from finetune.demo import middleware as m; m._PAGE_CSP = b'base-uri *'",
+    "frames": "from finetune.demo import middleware as m; m._NO_FRAMES = b'base-uri *'",
     "cleaning": (
         "from finetune.demo import uploads as u; u._remove_abandoned_folders = lambda: None"
     ),

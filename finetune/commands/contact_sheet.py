@@ -165,8 +165,9 @@ class ContactSheet:
         if "error" in row:
             error = escape_to_one_line(f"unreadable: {row['error']}")
             return Tile(None, [name, *textwrap.wrap(error, 22)[:8]], ERROR_COLOR)
-        shown = row["labels"][:_MAX_LABELS] if "labels" in row else row["predictions"][:3]
+        # a multi-label model predicts any number of labels
+        shown = row.get("labels", row["predictions"][:3])
         lines = [f"{format_probability(top['confidence'])} {top['label']}" for top in shown]
-        if len(row.get("labels", ())) > _MAX_LABELS:
-            lines.append(f"and {len(row['labels']) - _MAX_LABELS} more")
+        if len(lines) > _MAX_LABELS:
+            lines[_MAX_LABELS:] = [f"and {len(lines) - _MAX_LABELS} more"]
         return Tile(self._thumbnails.get(index), [*(lines or ["no label"]), name])

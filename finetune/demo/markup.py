@@ -68,7 +68,7 @@ def render_footer(class_names: Sequence[str], notes: Sequence[str]) -> str:
     names = "".join(f"<li>{html.escape(name)}</li>" for name in class_names)
     paragraphs = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
-        f'<footer class="ft-foot"><details><summary>The {len(class_names)} classes'
+        f'<footer class="ft-foot"><details><summary>All {len(class_names)} classes'
         f"</summary><ul>{names}</ul></details>{paragraphs}</footer>"
     )
 

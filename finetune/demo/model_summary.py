@@ -69,7 +69,7 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
     """
     height, width = classifier.pipeline.image_size
     classes = pluralize(len(classifier.class_names), "class", "classes")
-    facts = [classes, f"reads {width} × {height} pixels"]
+    facts = [classes, f"input {width} × {height} pixels"]
     results = _read_results(model) or {}
     split_name, metrics = "test", results.get("test")
     if not metrics:
@@ -86,7 +86,7 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
                 "" if interval is None else f" (95 % interval {format_percent_range(*interval)})"
             )
             facts.append(
-                f"{format_percent(accuracy, 1)} of {count_text} {split_name} images right"
+                f"accuracy {format_percent(accuracy, 1)} on {count_text} {split_name} images"
                 f"{interval_text}"
             )
         else:

@@ -62,14 +62,14 @@ def test_model_titles(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_run(run_folder: Path) -> None:
-    expected = ["3 classes", "reads 48 × 32 pixels", "66.6 % of 10,000 test images right"]
+    expected = ["3 classes", "input 48 × 32 pixels", "accuracy 66.6 % on 10,000 test images"]
     assert summarize_model(str(run_folder), CLASSIFIER) == expected
     assert summarize_model(str(run_folder / "model"), CLASSIFIER) == expected
 
 
 def test_results_in_the_model_folder_take_precedence(run_folder: Path) -> None:
     (run_folder / "model" / "results.json").write_text('{"test": {"top1": 0.5, "examples": 8}}')
-    metric = "50.0 % of 8 test images right (95 % interval 21.5–78.5 %)"
+    metric = "accuracy 50.0 % on 8 test images (95 % interval 21.5–78.5 %)"
     assert summarize_model(str(run_folder), CLASSIFIER)[2:] == [metric, TOO_FEW_IMAGES_NOTE]
 
 
@@ -78,7 +78,7 @@ def test_without_a_test_split_metric_and_examples_come_from_validation(
 ) -> None:
     (run_folder / "results.json").write_text('{"val": {"top1": 0.9, "examples": 1000}}')
     assert summarize_model(str(run_folder), CLASSIFIER)[2:] == [
-        "90.0 % of 1,000 validation images right"
+        "accuracy 90.0 % on 1,000 validation images"
     ]
     shutil.rmtree(tmp_path / "data" / "test")
     examples_folder = tmp_path / "into"
@@ -101,7 +101,7 @@ def test_without_a_test_split_metric_and_examples_come_from_validation(
 def test_invalid_results_show_no_metric(run_folder: Path, text: str | None) -> None:
     results = run_folder / "results.json"
     results.unlink() if text is None else results.write_text(text)
-    assert summarize_model(str(run_folder), CLASSIFIER) == ["3 classes", "reads 48 × 32 pixels"]
+    assert summarize_model(str(run_folder), CLASSIFIER) == ["3 classes", "input 48 × 32 pixels"]
 
 
 def test_results_outside_a_run_directory_are_ignored(run_folder: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_metrics_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     monkeypatch.setattr(summary_module, "download_hub_file", download)
     summary = summarize_model("hf-hub:alice/birds@v1", CLASSIFIER)
-    assert summary[2] == "90.0 % of the test images right"
+    assert summary[2] == "accuracy 90.0 % on the test images"
     assert requests == [("alice/birds", "results.json", "v1")]
     assert summarize_model("hf-hub:alice/birds", CLASSIFIER)[2:] == summary[2:]
 

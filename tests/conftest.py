@@ -224,7 +224,7 @@ def image_folder(tmp_path: Path) -> Path:
     from PIL import Image
 
     generator = np.random.default_rng(0)
-    top = tmp_path / "colours"
+    top = tmp_path / "colors"
     for split, count in (("train", 8), ("test", 4)):
         for channel, name in enumerate(("red", "green", "blue")):
             folder = top / split / name
@@ -238,7 +238,7 @@ def image_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def no_pictures() -> Iterator[None]:
+def no_plots() -> Iterator[None]:
     """Leave the drawing out: where many small runs end, it takes most of the time."""
     from forked_runs import disable_report_and_plots
 

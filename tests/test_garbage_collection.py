@@ -53,7 +53,7 @@ def test_thresholds_of_the_caller_are_kept() -> None:
     assert gc.get_threshold() == (5, 5, 5)
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_training_steps_use_the_normal_thresholds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

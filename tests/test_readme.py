@@ -105,7 +105,7 @@ def shortened(words: list[str]) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_every_command_does_what_it_says(
-    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_pictures: None
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_plots: None
 ) -> None:
     monkeypatch.chdir(place)
     quick = "run.threads=1"

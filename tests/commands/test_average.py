@@ -29,7 +29,7 @@ from finetune.training.train import train
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 DATA = "train: resize, eval: resize, batch_size: 32, num_train: 400, num_test: 100, split_seed: 0"
 

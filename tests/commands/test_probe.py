@@ -27,7 +27,7 @@ from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 FEW_STEPS = 60
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}

@@ -20,7 +20,7 @@ from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.evaluation.claims import VERDICTS
 from finetune.recipe.schema import Recipe
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from finetune.evaluation.feature_cache import read_cached_features
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = """
 model:

@@ -23,7 +23,7 @@ from finetune.recipe.schema import Recipe
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
     "train: resize | flip | rotate(10), eval: resize, batch_size: 8",

@@ -30,7 +30,7 @@ from finetune.run import checkpoint
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 MISSING_IMAGE = Path(__file__).with_name("none.png")  # the model is loaded first

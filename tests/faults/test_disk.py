@@ -40,7 +40,7 @@ import finetune
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 LARGE_DISK_BYTES = 64 << 20

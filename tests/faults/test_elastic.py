@@ -27,7 +27,7 @@ PROMISE = "each sample once an epoch, in the same steps; losses within 1e-5 of a
 # SGD: Adam would amplify differences in the last bit of a sum at every step.
 SETTINGS = ["optim.name=sgd", "data.num_train=128", "run.test=false"]
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def samples_folder(run: Path) -> Path:

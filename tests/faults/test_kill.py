@@ -38,7 +38,7 @@ from forked_runs import (
 
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 PROMISE = "it resumes from the newest verified checkpoint to bit-identical final weights"
@@ -54,7 +54,7 @@ class ReferenceRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def reference(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
+def reference(no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
     out = tmp_path_factory.mktemp("whole") / "run"
     train(RECIPE, out)  # in this process, so that the children have all imports
     started = time.monotonic()

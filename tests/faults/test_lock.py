@@ -36,7 +36,7 @@ from finetune.run.directory import RunDir
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 REFUSED = "exit code 5 and the process of the first run, which continues undisturbed"

@@ -20,7 +20,7 @@ from finetune.run.directory import RunDir
 from finetune.training.losses import ClassificationLoss
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
     "train: resize, eval: resize, batch_size: 16",

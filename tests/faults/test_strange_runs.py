@@ -42,7 +42,7 @@ from finetune.training.resume import record_plan, start_or_resume
 from finetune.training.setup import TrainingSetup, build_setup
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 TIMEOUT_SECONDS = 60

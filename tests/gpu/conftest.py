@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def teacher(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained on digits, on the CPU."""
     out = tmp_path_factory.mktemp("teacher") / "run"
     train_here(out, "run.seed=1", device_type="cpu")
@@ -57,7 +57,7 @@ def photo_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def reset_torch_settings(
-    no_pictures: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_plots: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """Train on the test device; reset the settings of torch after each test."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

@@ -31,7 +31,7 @@ PRECISIONS: dict[str, tuple[tuple[bool, bool], str, float]] = {
 
 
 @pytest.fixture(scope="module")
-def train_on_cpu(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def train_on_cpu(no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Return a function that trains on the CPU in float32, once for each set of overrides."""
     results: dict[tuple[str, ...], Any] = {}
 

@@ -15,7 +15,7 @@ BF16_OVERRIDES = ("optim.steps=40", "run.precision=bf16", "run.test=true")
 
 
 @pytest.fixture(scope="module")
-def gpu_run(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpu_run(no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 run on the test device."""
     out = tmp_path_factory.mktemp("published") / "run"
     train_here(out, *BF16_OVERRIDES)

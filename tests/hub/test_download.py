@@ -360,7 +360,7 @@ class TestErrors:
         assert resolve_weights(f"hf-hub:{REPO}").state is not None
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.slow
 def test_never_trains_on_corrupt_weights(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     """A run whose weights first arrived corrupt equals a run from the local weights, bit by bit."""

@@ -64,7 +64,7 @@ FULL_SIZE_NETWORKS: dict[str, tuple[int, float]] = {
 }
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("key", FAMILIES)
 def test_loads_resizes_and_trains(key: str, tmp_path: Path, image_folder: Path) -> None:
     name, args, saved_size, train_size = FAMILIES[key]

@@ -142,7 +142,7 @@ class TestEfficientNetLite0:
         assert results["protocol"]["width"] == 1280
 
     def test_resumed_run_equals_an_uninterrupted_run(
-        self, weights_path: Path, tmp_path: Path, no_pictures: None
+        self, weights_path: Path, tmp_path: Path, no_plots: None
     ) -> None:
         recipe = parse_recipe(RECIPE)
         uninterrupted, interrupted = tmp_path / "whole", tmp_path / "cut"

@@ -472,7 +472,7 @@ def test_recipes_differ_only_in_the_studied_keys() -> None:
     assert [claim["value"] for claim in claims[2]] == [0.261, 0.336, 0.459, 0.486, 0.509]
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_trains_two_steps_and_loads_the_model(tmp_path: Path) -> None:
     model_args_override = "model.args={shift: paper, embed_dim: 48, depths: [1, 1]}"
     recipe = load_shiftvit_recipe(

@@ -472,7 +472,7 @@ class TestBuildModel:
         with refused("recipe.wrong_value", "global_pool", "'token'"):
             model.reset_classifier(4, "avg")
 
-    @pytest.mark.usefixtures("no_pictures")
+    @pytest.mark.usefixtures("no_plots")
     def test_trains_with_a_moving_average_and_predicts(self, tmp_path: Path) -> None:
         recipe = parse_recipe(
             "model: {name: vit_scratch_large_patch8_32, pretrained: false, dropout: 0.1, "

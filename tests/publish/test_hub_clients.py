@@ -97,7 +97,7 @@ def confidences(model: Classifier, path: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory, no_pictures: None) -> Iterator[Pushed]:
+def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator[Pushed]:
     """Push the first run, also as a private model, then the second to the same repository."""
     top = tmp_path_factory.mktemp("clients")
     runs = []

@@ -18,7 +18,7 @@ from finetune.recipe.load import load_recipe
 from finetune.training import accelerator
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop'",

@@ -15,7 +15,7 @@ from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter, Snapshot
 from finetune.run.directory import RunDir
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 class SlowSnapshot(Snapshot):

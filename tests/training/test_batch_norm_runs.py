@@ -25,7 +25,7 @@ from finetune.run.directory import RunDir
 from finetune.training.stages import stage_recipes
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = """
 model: {name: test_efficientnet, pretrained: false, image_size: 32}

@@ -24,7 +24,7 @@ from finetune.training.setup import build_setup
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 AUTO = ("data.micro_batch=auto", "optim.steps=4", "run.test=false", "data.num_train=300")
 

@@ -17,7 +17,7 @@ from finetune.recipe.schema import Recipe
 from finetune.report.run_data import read_run
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 DATA_KEYS = "classes: ['7', '3', '5'], num_val: 12, num_test: 30"
 

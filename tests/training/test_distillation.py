@@ -37,7 +37,7 @@ from finetune.training.stages import stage_folder
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 DATA = "eval: resize, num_train: 160, num_test: 40"
 TEACHER = tiny_recipe_text(

@@ -26,7 +26,7 @@ from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
     "train: resize, eval: resize, batch_size: 64, num_train: 320",

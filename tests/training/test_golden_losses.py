@@ -44,7 +44,7 @@ CASES = {
     "scratch_vit": ("scratch_vit/smoke.yaml", ()),
 }
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def describe_machine() -> dict[str, str]:

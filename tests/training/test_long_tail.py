@@ -23,7 +23,7 @@ from finetune.training.setup import build_setup
 from finetune.training.train import train
 from finetune.training.training_images import augment_images, pick_one_per_class
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = """
 model: {name: embedded:vit_nano}

@@ -29,7 +29,7 @@ from finetune.training.train import train
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = """
 model:

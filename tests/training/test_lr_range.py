@@ -18,7 +18,7 @@ from finetune.training.lr_range import run_lr_range_test
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 RATES: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 0.1, "num_steps": 6}

@@ -22,7 +22,7 @@ from finetune.training.sanity import check_results, check_setup
 from finetune.training.setup import build_setup
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
     "task: multilabel, train: resize | random_crop(padding=2) | mixup(0.8), eval: resize, "

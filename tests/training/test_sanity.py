@@ -140,7 +140,7 @@ def test_rising_loss_is_divergence_but_a_high_first_loss_is_not(
         )
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_diverged_run_exits_with_6_and_keeps_all_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +161,7 @@ def test_diverged_run_exits_with_6_and_keeps_all_files(
     assert read_weights(out) == before
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -160,7 +160,7 @@ def train_as_if_on_gpus(*args: str) -> int:
         return run_rank_command("train", *args)
 
 
-def test_sharded_run_matches_a_single_process(tmp_path: Path, no_pictures: None) -> None:
+def test_sharded_run_matches_a_single_process(tmp_path: Path, no_plots: None) -> None:
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE)
     run_two_ranks(

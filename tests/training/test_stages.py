@@ -22,7 +22,7 @@ from finetune.training.setup import TrainingSetup
 from finetune.training.stages import stage_folder
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 STAGES = "stages: [{freeze: backbone, steps: 8, lr: 3e-2, train: resize}]"
 TRAIN_ALL_FIRST = "optim.stages=[{freeze: none, steps: 8, lr: 1e-2}]"

@@ -119,7 +119,7 @@ def test_warns_about_a_class_ten_times_rarer_than_the_largest() -> None:
     assert "'3' has 5 training images" in line
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_run_logs_summary_first_and_early_stopping_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +138,7 @@ def test_run_logs_summary_first_and_early_stopping_last(
     assert "of step 6 " in early  # as good as the first evaluation
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_dry_run_warns_about_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny_recipe(), tmp_path / "run", dry_run=True)
     assert "only 12 steps" in capsys.readouterr().err

@@ -44,7 +44,7 @@ AFTER_TRAINING = {
     "the report": ("finetune.report.page.write_run_report", 1),
 }
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 class SignalAtCall:
@@ -89,7 +89,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_run(recipe: Path, no_pictures: None) -> Path:
+def undisturbed_run(recipe: Path, no_plots: None) -> Path:
     out = recipe.parent / "undisturbed"
     assert train(recipe, out) == 0
     return out

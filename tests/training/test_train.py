@@ -39,7 +39,7 @@ from finetune.training.setup import TrainingSetup, build_setup
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module")

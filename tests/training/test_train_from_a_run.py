@@ -17,7 +17,7 @@ from finetune.run.directory import RunDir
 from finetune.run.record import read_finished_results
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 TINY = """
 model:

@@ -29,7 +29,7 @@ from finetune.recipe.schema import Recipe
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 FILES = dataset_shards(4, 40)
 STREAMED = [
@@ -54,7 +54,7 @@ def make_recipe(*overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def finished_run(no_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch, HubServer() as hub:

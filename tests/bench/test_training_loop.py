@@ -62,7 +62,7 @@ def test_operations_cover_all_micro_batches(loop: TrainingLoop) -> None:
     assert rate > 0
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("no_plots")
 def test_losses_match_train(loop: TrainingLoop, tmp_path: Path) -> None:
     """Also after synthetic steps and an evaluation, and with logging."""
     loop.train(warmup=1, steps=2)

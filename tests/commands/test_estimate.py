@@ -77,7 +77,7 @@ def test_other_settings_are_measured(estimate: dict[str, Any]) -> None:
 
 
 def test_disk_and_parameters_match_the_run(
-    estimate: dict[str, Any], recipe: str, tmp_path: Path, no_pictures: None
+    estimate: dict[str, Any], recipe: str, tmp_path: Path, no_plots: None
 ) -> None:
     overrides = (*OVERRIDES, "run.precision=fp32")
     train(parse_recipe(TINY_RECIPE, overrides=list(overrides)), tmp_path / "run")

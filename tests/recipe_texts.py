@@ -58,16 +58,3 @@ def recipe_error(code: str, text: str, *overrides: str) -> str:
     """Load a recipe with one error. Returns: the line of the error."""
     (line,) = recipe_errors(code, text, *overrides)
     return line
-
-
-def add_line(line: str, *, section: str) -> str:
-    """Return BASE_RECIPE with one more line in a section, as the last line of the file."""
-    other_lines = [text for text in BASE_RECIPE.splitlines() if not text.startswith(f"{section}:")]
-    if section == "optim":
-        return BASE_RECIPE + f"  {line}\n"
-    first_line = {"model": "  name: vit_tiny", "data": '  source: "embedded:digits"'}.get(
-        section, ""
-    )
-    return "\n".join(
-        [*other_lines, f"{section}:", *([first_line] if first_line else []), f"  {line}\n"]
-    )

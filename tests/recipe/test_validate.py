@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from recipe_texts import BASE_RECIPE, add_line, recipe_error, recipe_errors
+from recipe_texts import BASE_RECIPE, recipe_error, recipe_errors
 from refusals import refused
 
 from finetune.recipe.load import parse_recipe
@@ -16,7 +16,7 @@ from finetune.recipe.validate import check_override_conflicts
 
 class TestKeys:
     def test_unknown_key_suggests_the_nearest(self) -> None:
-        line = recipe_error("unknown_key", add_line("warmup_step: 5", section="optim"))
+        line = recipe_error("unknown_key", BASE_RECIPE + "  warmup_step: 5\n")
         assert line.startswith("r.yaml:6: optim.warmup_step: ")
         assert "'warmup_steps'" in line
 
@@ -28,14 +28,15 @@ class TestKeys:
     @pytest.mark.parametrize(
         "text,hint",
         [
-            (add_line("lr: 3", section="run"), "'optim.lr'"),
-            (BASE_RECIPE + "lr: 3\n", "'optim.lr'"),
-            (add_line("batchsize: 3", section="run"), "'data.batch_size'"),
-            (add_line("qqqq: 3", section="run"), "seed, precision"),
+            ("run: {lr: 3}\n", "'optim.lr'"),
+            ("lr: 3\n", "'optim.lr'"),
+            ("  seed: 1\n", "'run.seed'"),
+            ("run: {batchsize: 3}\n", "'data.batch_size'"),
+            ("run: {qqqq: 3}\n", "seed, precision"),
         ],
     )
     def test_misplaced_key_suggests_its_section(self, text: str, hint: str) -> None:
-        assert hint in recipe_error("unknown_key", text)
+        assert hint in recipe_error("unknown_key", BASE_RECIPE + text)
 
     def test_missing_key_shows_its_description(self) -> None:
         line = recipe_error("missing_key", BASE_RECIPE.replace("  lr: 1e-3\n", ""))
@@ -164,25 +165,48 @@ class TestOverrides:
                 check_override_conflicts([f"optim.{first}=1", f"optim.{second}=2"])
 
     @pytest.mark.parametrize(
+        "first,second",
+        [("optim.lr=1", "optim.lr=2"), ("model.args.depth=2", "model.args={depth: 1}")],
+    )
+    def test_a_key_may_be_overridden_once(self, first: str, second: str) -> None:
+        with refused("recipe.conflict", f"'{first}'", f"'{second}'"):
+            check_override_conflicts([first, second])
+
+    def test_an_override_that_is_not_utf8(self) -> None:
+        assert r"run.note=\udcff" in recipe_error("syntax", BASE_RECIPE, "run.note=\udcff")
+
+    @pytest.mark.parametrize(
         "override,code,expected",
-        [  # in addition to the rows of tests/faults/test_bad_recipes.py
+        [
+            ("optim.lr", "syntax", "optim.lr=1e-3"),
+            ("=3", "syntax", "optim.lr=1e-3"),
+            ("optim..lr=3", "syntax", "optim.lr=1e-3"),
+            ("data.mean=[0.5", "syntax", "data.mean: "),
+            ("data.mean=[&a 0.5]", "syntax", "data.mean: "),
             ("name=3", "unknown_key", "'model.name=3' or 'optim.name=3'"),
             ("warmup_step=3", "unknown_key", "'optim.warmup_steps'"),
             ("zzz=3", "unknown_key", "'zzz'"),
+            ("learning_rate=1e-3", "unknown_key", "'optim.lr=1e-3'"),
+            ("kd_temperature=4", "unknown_key", "'distill.temperature=4'"),
+            ("class_weights=balanced", "unknown_key", "'optim.class_weights=balanced'"),
+            ("model.imgsz=64", "unknown_key", "'model.image_size'"),
+            ("model.lora_rank=4", "unknown_key", "adapter.rank"),
+            ("model.adapter.rnk=4", "unknown_key", "'rank'"),
+            ("optim.stages=[{steps: 1, freze: backbone}]", "unknown_key", "'freeze'"),
+            ("optim.lr.x=3", "unknown_key", "optim.lr is a single value"),
+            ("claims.0.value=1", "unknown_key", "claims "),
+            ("distill.weight=0.5", "missing_key", "teacher"),
             ("optim.learning-rate=3", "unknown_key", "'optim.lr'"),
             ("data.num_workers=3", "unknown_key", "'data.workers'"),
             ("fp16=true", "unknown_key", "'run.precision=fp16'"),
             ("run.output_dir=x", "unknown_key", "--out"),
             ("resume=true", "unknown_key", "--resume"),
-            ("optim.class_weight=balanced", "unknown_key", "'optim.class_weights'"),
             ("gradient_accumulation_steps=4", "unknown_key", "'data.micro_batch'"),
-            ("optim.warmup_step=5", "unknown_key", "'warmup_steps'"),
             ("modl.name=x", "unknown_key", "'model'"),
             ("run.lr=3", "unknown_key", "'optim.lr'"),
             ("optim={lr: 3}", "unknown_key", "'optim.name=…'"),
             ("claims=[]", "unknown_key", "claims "),
             ("optim.lr=", "wrong_value", "optim.lr: "),
-            ("optim.lr=-1", "wrong_value", "optim.lr: "),
             ("model.args={a: &x 1, b: *x}", "syntax", "& and *"),
             ("model.name=no", "wrong_value", "'no'"),
         ],
@@ -199,7 +223,7 @@ class TestOverrides:
         assert lines[1].startswith("override 'optim.lr=-2': optim.lr")
 
     def test_errors_in_an_overridden_list_quote_the_override(self) -> None:
-        text = add_line("mean: [0.5, 0.5, 0.5]", section="data")
+        text = BASE_RECIPE.replace('digits"', 'digits", mean: [0.5, 0.5, 0.5]')
         line = recipe_error("wrong_value", text, "data.mean=[1, 128, 1]")
         assert line.startswith("override 'data.mean=[1, 128, 1]'")
         line = recipe_error("wrong_value", BASE_RECIPE, "data.classes=[cat, 7]")

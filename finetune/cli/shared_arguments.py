@@ -11,6 +11,7 @@ import click
 
 from finetune.errors import RecipeError, WeightsError
 from finetune.recipe.paths import check_data_source, check_model_name, resolve_data_source
+from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
     "IMAGE_SIZE",
@@ -23,7 +24,7 @@ __all__ = [
     "source_argument",
 ]
 
-IMAGE_SIZE = click.IntRange(1, 8192)  # side in pixels; a larger image would take gigabytes
+IMAGE_SIZE = click.IntRange(1, MAX_IMAGE_SIDE)  # side in pixels
 PORT = click.IntRange(0, 65535)
 
 

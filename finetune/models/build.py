@@ -31,11 +31,11 @@ from finetune.models.weights.resize_posemb import RESIZE_METHODS
 from finetune.models.weights.resolve import resolve_weights
 from finetune.models.weights.timm_config import (
     CONTROL_ARGS,
-    MAX_IMAGE_SIDE,
     Weights,
     has_huge_value,
     is_image_size,
 )
+from finetune.transforms.operations import MAX_IMAGE_SIDE
 from finetune.transforms.preprocessing import Preprocessing
 
 __all__ = ["build_model"]

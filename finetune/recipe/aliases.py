@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MUTUALLY_EXCLUSIVE_KEYS", "alias_hint", "resolve_alias"]
+__all__ = ["ALIASES", "MUTUALLY_EXCLUSIVE_KEYS", "alias_hint", "resolve_alias"]
 
 # Overriding the left key on the command line removes the right one from the recipe.
 MUTUALLY_EXCLUSIVE_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -31,7 +31,7 @@ _DEVICE_HINT = "choose the GPU with the environment variable CUDA_VISIBLE_DEVICE
 _CLASSES_HINT = "remove it, the classes come from the data"
 
 # {option name of another library: recipe key, key=value, or advice}.
-_ALIASES = {
+ALIASES = {
     # learning rate and optimizer
     "learning_rate": "optim.lr",
     "base_lr": "optim.lr",
@@ -264,4 +264,4 @@ def alias_hint(name: str, value: str = "") -> str:
 
 
 def _look_up_alias(name: str) -> str:
-    return _ALIASES.get(name.lower().replace("-", "_"), "")
+    return ALIASES.get(name.lower().replace("-", "_"), "")

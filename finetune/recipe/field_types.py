@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from finetune.errors import RecipeError
 from finetune.recipe import strict_yaml as recipe_yaml
+from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
     "AdamBetas",
@@ -49,7 +50,6 @@ __all__ = [
 
 # without leading zeros, because 010 is 8 in YAML 1.1 and 10 in YAML 1.2
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-_MAX_IMAGE_SIDE = 8192  # pixels; larger images would take gigabytes each
 _MAX_INTEGER = 2**53  # above this, float64 cannot represent every integer
 _METRIC = re.compile(
     r"(train|val|test)\.(top1|top5|loss|ece)|run\.epochs|"
@@ -158,8 +158,8 @@ def _parse_image_size(value: Any) -> Any:
         sizes = (0, 0)
     if min(sizes) < 1:
         raise _expected_error("pixels: a whole number above 0, or a list [height, width]")
-    if max(sizes) > _MAX_IMAGE_SIDE:
-        raise _expected_error(f"at most {_MAX_IMAGE_SIDE} pixels per side")
+    if max(sizes) > MAX_IMAGE_SIDE:
+        raise _expected_error(f"at most {MAX_IMAGE_SIDE} pixels per side")
     return sizes if isinstance(value, (list, tuple)) else sizes[0]
 
 

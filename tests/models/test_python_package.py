@@ -64,8 +64,6 @@ def install_fake_package(folder: Path) -> None:
 
 
 class TestFindWeightsFile:
-    """Errors of the command line are tested in tests/faults/test_bad_weights.py."""
-
     def test_accepts_only_the_known_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -74,7 +72,7 @@ class TestFindWeightsFile:
         with refused("weights.damaged", PACKAGE.sha256[:16], f"{PACKAGE.distribution}==0.1.0"):
             python_package.find_weights_file(NAME)
         fake_package = replace(PACKAGE, sha256=hashlib.sha256(b"weights").hexdigest())
-        monkeypatch.setitem(python_package._WEIGHTS_PACKAGES, MODULE, fake_package)
+        monkeypatch.setitem(python_package.WEIGHTS_PACKAGES, MODULE, fake_package)
         assert (
             python_package.find_weights_file(NAME)
             == locate_weights(NAME)
@@ -84,7 +82,7 @@ class TestFindWeightsFile:
 
     def test_random_weights_need_no_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(
-            python_package._WEIGHTS_PACKAGES, MODULE, replace(PACKAGE, distribution="nowhere")
+            python_package.WEIGHTS_PACKAGES, MODULE, replace(PACKAGE, distribution="nowhere")
         )
         with refused("setup.missing_package", "nowhere", "finetune-vision[weights]"):
             python_package.find_weights_file(NAME)

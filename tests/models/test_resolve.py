@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from networks import SMALL_VIT_ARGS, write_timm_folder
 from refusals import refused
 from safetensors.torch import load_file
 
+from finetune.errors import WeightsError
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import locate_weights, resolve_weights
 
@@ -88,7 +90,54 @@ class TestFolder:
 
 
 class TestNames:
-    """Cases in addition to the command-line tests in tests/faults/test_bad_weights.py."""
+    @pytest.mark.parametrize(
+        "name, code, expected",
+        [
+            ("vit_bse_patch16_224", "unknown_name", "'vit_base_patch16_224'"),
+            ("vit_base_patch16_224.augreg_in21", "unknown_name", "augreg_in21k"),
+            ("vit_bse_patch16_224.augreg_in21k", "unknown_name", "'vit_base_patch16_224.aug"),
+            ("vit_base_patch16_224.nobody", "unknown_name", "'nobody'"),
+            ("cvt_13", "unknown_name", "'cvt_13'"),
+            ("embedded:vit_nana", "unknown_name", "'vit_nano'"),
+            ("package:numpy", "unknown_name", "'package:numpy'"),
+            ("https://example.org/w.safetensors", "unknown_name", "'https://example.org/w.safe"),
+            ("owner/name", "not_found", "'hf-hub:owner/name'"),
+            ("hf:owner/name", "unknown_name", "'hf-hub:owner/name'"),
+            ("hub:a/b", "unknown_name", "'hf-hub:a/b'"),
+            ("./w.safetensors", "not_found", "w.safetensors"),
+            ("nets/", "not_found", "'nets/'"),
+            ("", "unknown_name", "model ''"),
+            ("a\0b", "unknown_name", r"'a\x00b'"),
+            ("x" * 300, "unreadable", "model 'xxx"),
+            ("/dev/zero", "wrong_format", "'/dev/zero'"),
+        ],
+        ids=lambda value: value[:40],
+    )
+    def test_wrong_names(self, name: str, code: str, expected: str) -> None:
+        with refused(f"weights.{code}", expected):
+            resolve_weights(name)
+
+    @pytest.mark.parametrize(
+        "name, make, code",
+        [
+            ("a.png", Path.touch, "wrong_format"),
+            ("empty", Path.mkdir, "no_config"),
+            ("w.safetensors", os.mkfifo, "wrong_format"),
+            ("w.npz", lambda path: path.symlink_to("gone"), "not_found"),
+            ("w.npz", lambda path: path.symlink_to("w.npz"), "not_found"),
+        ],
+    )
+    def test_wrong_files(self, name: str, make: Any, code: str, tmp_path: Path) -> None:
+        make(tmp_path / name)
+        with refused(f"weights.{code}", tmp_path / name):
+            resolve_weights(str(tmp_path / name))
+
+    @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+    def test_a_weights_file_that_is_none(self, folder: Path, make: Any) -> None:
+        (folder / "model.safetensors").unlink()
+        make(folder / "model.safetensors")
+        with pytest.raises(WeightsError, match=r"model\.safetensors"):
+            resolve_weights(str(folder))
 
     def test_embedded_weights_are_package_data(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

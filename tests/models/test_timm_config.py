@@ -15,12 +15,31 @@ from refusals import refused
 
 from finetune.models.weights.resolve import resolve_weights
 from finetune.models.weights.timm_config import (
-    CONFIG_CHECKS,
     CONTROL_ARGS,
     MAX_JSON_BYTES,
+    PretrainedConfig,
     Weights,
     read_timm_config,
 )
+
+WRONG_VALUES: dict[tuple[str | None, str], list[Any]] = {
+    (None, "pretrained_cfg"): ["here"],
+    (None, "num_classes"): ["ten", 2.5, -1, True],
+    (None, "label_names"): ["ant", ["ant"], [1, 2, 3], {"0": "ant", "1": "bee"}],
+    (None, "calibration"): [1.5],
+    (None, "model_args"): [[1]],
+    ("model_args", "img_size"): ["large", 10**6, 0, True, [32]],
+    ("model_args", "embed_dim"): [10**9, [10**9]],
+    ("model_args", "in_chans"): [4],
+    ("pretrained_cfg", "mean"): [0.5, [0.5, 0.5], [float("nan")] * 3, [True] * 3],
+    ("pretrained_cfg", "std"): [[0.5, "0.5", 0.5], [0, 0, 0]],
+    ("pretrained_cfg", "crop_pct"): ["all", 0, 2, float("inf")],
+    ("pretrained_cfg", "input_size"): [[3, 32.5, 32], [1, 32, 32], [32, 32], [3, -32, 32]],
+    ("pretrained_cfg", "interpolation"): ["magic"],
+    ("pretrained_cfg", "crop_mode"): ["magic"],
+    ("pretrained_cfg", "label_offset"): ["one"],
+    ("pretrained_cfg", "classifier"): [1, ["head", 1]],
+}
 
 
 @pytest.fixture
@@ -85,28 +104,37 @@ class TestConfig:
 
     @pytest.mark.parametrize(
         "section, key, value",
-        [
-            # more invalid values are in tests/faults/test_bad_weights.py
-            ("pretrained_cfg", "mean", 0.5),
-            ("pretrained_cfg", "std", [0.5, "0.5", 0.5]),
-            ("pretrained_cfg", "crop_pct", "all"),
-            ("pretrained_cfg", "crop_pct", float("inf")),
-            ("pretrained_cfg", "input_size", [3, 32.5, 32]),
-            ("pretrained_cfg", "input_size", [1, 32, 32]),
-            ("pretrained_cfg", "label_offset", "one"),
-            (None, "pretrained_cfg", "here"),
-            (None, "num_classes", "ten"),
-            (None, "label_names", "ant"),
-            (None, "label_names", {"0": "ant", "1": "bee"}),
-            ("model_args", "img_size", "large"),
-            (None, "calibration", 1.5),
-        ],
+        [(section, key, v) for (section, key), values in WRONG_VALUES.items() for v in values],
+        ids=str,
     )
     def test_rejects_invalid_values(
         self, folder: Path, section: str | None, key: str, value: Any
     ) -> None:
         edit_config(folder, section, **{key: value})
-        with refused("weights.wrong_config", "net: config.json: ", f"{key}: "):
+        with refused("weights.wrong_config", "net: config.json: ", key):
+            read_config(folder)
+
+    @pytest.mark.parametrize(
+        "content, code, expected",
+        [
+            (b"", "damaged", "not JSON"),
+            (b'{"architecture": "vit_', "damaged", "not JSON"),
+            (b"\xff\xfe{}", "damaged", "not JSON"),
+            (b"[" * 200_000, "damaged", "not JSON"),
+            (b'{"architecture": ' + b"9" * 10**6 + b"}", "damaged", "not JSON"),
+            (b"[]", "wrong_format", "architecture"),
+            (b"{}", "wrong_format", "architecture"),
+            (b'{"architectures": ["ViTModel"]}', "wrong_format", "transformers"),
+            (b'{"architecture": "vit_tinny"}', "unknown_name", "'vit_tinny'"),
+            (b'{"architecture": [1]}', "unknown_name", "'[1]'"),
+        ],
+        ids=lambda value: str(value)[:30],
+    )
+    def test_rejects_other_content(
+        self, folder: Path, content: bytes, code: str, expected: str
+    ) -> None:
+        (folder / "config.json").write_bytes(content)
+        with refused(f"weights.{code}", "net: ", expected):
             read_config(folder)
 
     def test_removes_the_tag_from_the_architecture(self, folder: Path) -> None:
@@ -116,9 +144,7 @@ class TestConfig:
     @pytest.mark.parametrize("name", timm.list_pretrained()[::40])
     def test_accepts_the_configurations_of_timm(self, name: str) -> None:
         pretrained_cfg = vars(timm.get_pretrained_cfg(name))
-        checked_keys = {key for key in CONFIG_CHECKS if pretrained_cfg[key] is not None}
-        assert checked_keys
-        assert all(CONFIG_CHECKS[key][1](pretrained_cfg[key]) for key in checked_keys)
+        PretrainedConfig.model_validate(pretrained_cfg)
 
 
 class TestTemperature:
@@ -139,3 +165,13 @@ class TestTemperature:
         edit_config(folder, None, calibration={"temperature": 1.5, "split": split})
         with refused("weights.wrong_config", "calibration.split: "):
             read_config(folder)
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.5], [0.5, 2, 0.5], [0.5, float("nan"), 0], ["0.5"], 1])
+def test_rejects_invalid_thresholds(folder: Path, values: Any) -> None:
+    calibration = {"thresholds": [0.5, 0, 1], "split": "val"}
+    edit_config(folder, None, problem_type="multi_label_classification", calibration=calibration)
+    assert read_config(folder).thresholds == [0.5, 0.0, 1.0]
+    edit_config(folder, None, calibration={"thresholds": values, "split": "val"})
+    with refused("weights.wrong_config", "calibration.thresholds"):
+        read_config(folder)

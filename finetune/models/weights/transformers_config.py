@@ -9,7 +9,9 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from finetune.errors import HubError, WeightsError, did_you_mean
 from finetune.hub.download import download_first, download_hub_file
@@ -19,7 +21,8 @@ from finetune.models.architectures.transformers_classifier import (
     DROPPED_CONFIG_KEYS,
     classifier_classes,
 )
-from finetune.models.weights.timm_config import Weights, read_untrusted_json
+from finetune.models.weights.timm_config import Weights, read_untrusted_json, validate_config
+from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = ["TRANSFORMERS_PREFIX", "resolve_classifier"]
 
@@ -28,6 +31,47 @@ TRANSFORMERS_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PILLOW_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # The ConvNext image processor, which CvT repositories also use, crops only below this image size.
 CONVNEXT_CROPS_BELOW_PIXELS = 384
+
+
+def _height_and_width(size: Any) -> Any:
+    """Return (height, width) from any form of a size in an image processor's configuration.
+
+    A size is a number, (height, width), or a mapping with height and width or shortest_edge.
+    """
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge")
+        return size.get("height", edge), size.get("width", edge)
+    return (size, size) if isinstance(size, int | float) else size
+
+
+_Side = Annotated[int, Field(ge=1, le=MAX_IMAGE_SIDE)]
+_ImageSize = Annotated[tuple[_Side, _Side] | None, BeforeValidator(_height_and_width)]
+_Channel = Annotated[float, Field(allow_inf_nan=False)]
+_PositiveChannel = Annotated[_Channel, Field(gt=0)]
+
+
+class ClassifierConfig(BaseModel):
+    """Valid values of a config.json; keys that are not listed are not checked."""
+
+    model_config = ConfigDict(protected_namespaces=())  # for the name model_type
+
+    model_type: str
+    id2label: dict[int, Any] | None = None
+    num_labels: Annotated[int, Field(ge=0)] = 2  # the default of transformers
+    image_size: _ImageSize = None
+
+
+class ProcessorConfig(BaseModel):
+    """Valid values of a preprocessor_config.json; keys that are not listed are not checked."""
+
+    size: _ImageSize = None
+    crop_size: _ImageSize = None
+    do_center_crop: bool | None = None
+    crop_pct: Annotated[float, Field(ge=0, lt=2)] | None = None
+    do_normalize: bool | None = True
+    image_mean: tuple[_Channel, _Channel, _Channel] | None = None
+    image_std: tuple[_PositiveChannel, _PositiveChannel, _PositiveChannel] | None = None
+    resample: int | None = None
 
 
 def resolve_classifier(
@@ -113,75 +157,66 @@ def _parse_config(
             f"format; for timm's format write hf-hub:owner/name, or the folder without a prefix",
             code="weights.wrong_format",
         )
+    source = provenance["source"]
+    config = validate_config(ClassifierConfig, content, f"{source}: config.json")
+    processor_config = validate_config(
+        ProcessorConfig, processor, f"{source}: preprocessor_config.json"
+    )
     known = classifier_classes()
-    if content["model_type"] not in known:
-        close = did_you_mean(str(content["model_type"]), known) or "; choose another network"
+    if config.model_type not in known:
+        close = did_you_mean(config.model_type, known) or "; choose another network"
         raise WeightsError(
-            f"{provenance['source']}: '{content['model_type']}' is not an image classifier of "
-            f"transformers{close}",
+            f"{source}: '{config.model_type}' is not an image classifier of transformers{close}",
             code="weights.unsupported",
         )
-    labels = content.get("id2label") or {}
-    names = [str(labels[key]) for key in sorted(labels, key=int)] if labels else []
-    has_default_names = all(re.fullmatch(r"LABEL_\d+", label) for label in names)
-    parameters = inspect.signature(known[content["model_type"]]().forward).parameters
-    # transformers omits the labels from config.json for its default of two classes
-    config = _convert_preprocessing(content, processor) | {
-        "classifier": f"network.{CLASSIFIER_NAME}",
-        "num_classes": len(names) or int(content.get("num_labels", 2)),
-        "fixed_input_size": "image_size" in content
-        and "interpolate_pos_encoding" not in parameters,
-    }
+    labels = config.id2label or {}
+    names = [str(labels[index]) for index in sorted(labels)]
+    has_default_names = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
+    parameters = inspect.signature(known[config.model_type]().forward).parameters
     network = {k: v for k, v in content.items() if k not in DROPPED_CONFIG_KEYS and v is not None}
     return Weights(
         architecture=ARCHITECTURE,
         model_args={"transformers_config": network},
-        config=config,
+        config={
+            **_convert_preprocessing(config, processor_config, processor),
+            "classifier": f"network.{CLASSIFIER_NAME}",
+            "num_classes": len(names) or config.num_labels,
+            "fixed_input_size": "image_size" in content
+            and "interpolate_pos_encoding" not in parameters,
+        },
         class_names=None if has_default_names else names,
         provenance=provenance,
     )
 
 
 def _convert_preprocessing(
-    content: Mapping[str, Any], processor: Mapping[str, Any]
+    config: ClassifierConfig, processor: ProcessorConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Convert an image processor's configuration to timm's; an empty one gives defaults."""
-    default = content.get("image_size", 224)
-    sides = _parse_size(processor.get("size"), default)
-    crop = (
-        _parse_size(processor.get("crop_size"), default)
-        if processor.get("do_center_crop")
-        else None
-    )
-    squash = isinstance(processor.get("size"), Mapping) and "height" in processor["size"]
-    config: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash" if squash else "center"}
-    if crop is not None:
-        config["crop_pct"] = min(crop[0] / sides[0], 1.0)
-        sides = crop
-    elif not squash and sides[0] < CONVNEXT_CROPS_BELOW_PIXELS and processor:
-        config["crop_pct"] = float(processor.get("crop_pct") or 1.0)
-    elif not squash:
-        config["crop_mode"] = "squash"
-    config["input_size"] = (3, *sides)
-    do_normalize = processor.get("do_normalize", True)
-    for key, source, plain in (("mean", "image_mean", 0.0), ("std", "image_std", 1.0)):
-        if not do_normalize:
-            config[key] = (plain,) * 3
-        elif source in processor:
-            config[key] = tuple(float(value) for value in processor[source])
-    config["interpolation"] = PILLOW_INTERPOLATIONS.get(processor.get("resample", 3), "bicubic")
-    return config
+    """Convert an image processor's configuration to timm's pretrained configuration.
 
-
-def _parse_size(size: Any, default: Any) -> tuple[int, int]:
-    """Return (height, width) from an image processor's `size` in any of its forms.
-
-    A size is a number, (height, width), or a mapping with height and width or shortest_edge.
+    Args:
+        config: the network's configuration, whose image size is the default.
+        processor: the image processor's configuration.
+        written: the same as in preprocessor_config.json; empty without that file.
     """
-    if isinstance(size, Mapping):
-        edge = size.get("shortest_edge")
-        size = (size.get("height", edge), size.get("width", edge))
-    if size is None:
-        size = default
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return int(height), int(width)
+    default = config.image_size or (224, 224)
+    size = processor.size or default
+    squash = isinstance(written.get("size"), Mapping) and "height" in written["size"]
+    result: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash" if squash else "center"}
+    if processor.do_center_crop:
+        crop = processor.crop_size or default
+        result["crop_pct"] = min(crop[0] / size[0], 1.0)
+        size = crop
+    elif not squash and size[0] < CONVNEXT_CROPS_BELOW_PIXELS and written:
+        result["crop_pct"] = processor.crop_pct or 1.0
+    elif not squash:
+        result["crop_mode"] = "squash"
+    result["input_size"] = (3, *size)
+    if not processor.do_normalize:
+        result |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    else:
+        channels = {"mean": processor.image_mean, "std": processor.image_std}
+        result |= {key: value for key, value in channels.items() if value is not None}
+    resample = 3 if processor.resample is None else processor.resample
+    result["interpolation"] = PILLOW_INTERPOLATIONS.get(resample, "bicubic")
+    return result

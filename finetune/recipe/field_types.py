@@ -191,23 +191,17 @@ def _check_bool_or_auto(value: Any) -> Any:
 def _check_keyword_arguments(value: Any) -> Any:
     if not isinstance(value, dict):
         raise _expected_error("a mapping of keyword arguments")
-    _check_plain_value(value)
+    _check_finite(value)
     return value
 
 
-def _check_plain_value(value: Any) -> None:
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise _expected_error("arguments whose names are text")
-        for item in value.values():
-            _check_plain_value(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _check_plain_value(item)
-    elif isinstance(value, float) and not math.isfinite(value):
+def _check_finite(value: Any) -> None:
+    """Reject NaN and infinity, also in nested mappings and lists."""
+    if isinstance(value, float) and not math.isfinite(value):
         raise _expected_error("arguments that are finite numbers")
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
-        raise _expected_error("arguments that are plain YAML values")
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, (dict, list, tuple)) else ():
+        _check_finite(item)
 
 
 def _check_rename_rules(value: Any) -> Any:

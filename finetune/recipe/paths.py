@@ -118,13 +118,15 @@ def suggest_path(text: str, *, suffixes: Sequence[str]) -> str:
     return f"; did you mean '{os.path.join(folder, close[0])}'?" if close else ""
 
 
-def check_data_source(source: str) -> None:
-    """Check that a data source has a known kind and an existing path. Raises: DataError."""
-    _check_source(source, typed=source)
+def check_data_source(source: str, *, typed: str | None = None) -> None:
+    """Check that a data source has a known kind and an existing path.
 
-
-def _check_source(source: str, *, typed: str) -> None:
-    """Check a data source; `typed` is the text that the user typed, for error messages."""
+    Args:
+        source: the data source.
+        typed: what the user typed, for messages; None if that is the data source.
+    Raises: DataError for an unknown kind or a missing path.
+    """
+    typed = source if typed is None else typed
     kind, colon, path = source.partition(":")
     if kind not in SOURCE_KINDS or not path:
         hint = did_you_mean(kind, SOURCE_KINDS)
@@ -183,7 +185,7 @@ def resolve_data_source(text: str) -> str:
     if not text.strip() or (names_kind and not _exists(text)):  # "foldr:x" or "parquet"
         check_data_source(text)
     source = _source_from_path(text)
-    _check_source(source, typed=text)
+    check_data_source(source, typed=text)
     if source == f"folder:{text}" and not Path(os.path.expanduser(text)).is_dir():
         raise DataError(
             f"{text}: not a data source; expected a folder, or a .csv, .parquet or .tar file",

@@ -265,10 +265,8 @@ def dump_yaml(data: dict[str, Any]) -> str:
 
 
 def _parse_node(text: str, name: str) -> yaml.Node | None:
-    loader: _Loader | None = None
     try:
-        loader = _Loader(text)
-        return loader.get_single_node()
+        return _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{name}:{mark.line + 1}" if mark else name
@@ -286,9 +284,6 @@ def _parse_node(text: str, name: str) -> yaml.Node | None:
         raise RecipeError(
             f"{name}:{line}: {cause}; save the file as UTF-8", code="recipe.syntax"
         ) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _to_plain_data(node: yaml.Node, key: KeyPath, document: YamlDocument) -> Any:

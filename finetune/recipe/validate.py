@@ -6,6 +6,7 @@ caller passes, and from `aliases.py`.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -72,13 +73,13 @@ def apply_override(document: YamlDocument, override: str, recipe_class: type[Bas
         return report("not UTF-8 text; write it as UTF-8", "recipe.syntax")
     if not equals or not all(parts):
         return report("expected section.key=value, for example optim.lr=1e-3", "recipe.syntax")
+    if parts[0] in recipe_class.model_fields and parts[0] not in section_classes(recipe_class):
+        problem = f"{parts[0]} cannot be changed on the command line; edit the file"
+        return report(problem, "recipe.unknown_key")
     if len(parts) == 1:
         return report(
             _explain_key_without_section(parts[0], text, recipe_class), "recipe.unknown_key"
         )
-    if parts[0] in recipe_class.model_fields and parts[0] not in section_classes(recipe_class):
-        problem = f"{parts[0]} cannot be changed on the command line; edit the file"
-        return report(problem, "recipe.unknown_key")
     try:
         value = parse_value(text)
     except RecipeError as error:
@@ -179,18 +180,16 @@ def _report_unknown_keys(
         valid_names = list(_section_class_at(key[:-1], recipe_class).model_fields)
         sections = section_classes(recipe_class)
         owners = [s for s, model in sections.items() if name in model.model_fields and s != key[0]]
-        hint = did_you_mean(name, valid_names)
         if owners:
             hint = f"; it belongs to section {owners[0]}: '{owners[0]}.{name}'"
-        elif other := alias_hint(name):
-            hint = other
+        elif hint := alias_hint(name):
             intended_keys |= {known_key} if (known_key := resolve_alias(name)) else set()
-        elif hint:
-            intended_keys.add((*key[:-1], hint.split("'")[1]))
+        elif close := difflib.get_close_matches(name, valid_names, n=1):
+            hint = f"; did you mean '{close[0]}'?"
+            intended_keys.add((*key[:-1], close[0]))
         else:
-            hint = (
-                _suggest_key_of_any_section(name, sections) or f"; known: {', '.join(valid_names)}"
-            )
+            hint = _suggest_key_of_any_section(name, sections)
+            hint = hint or f"; known: {', '.join(valid_names)}"
         kind = "section" if len(key) == 1 else "key"
         document.add_problem(key, f"unknown {kind}{hint}", code="recipe.unknown_key")
     return intended_keys
@@ -276,8 +275,6 @@ def _explain_key_without_section(name: str, text: str, recipe_class: type[BaseMo
     if name in sections:
         key = next(iter(sections[name].model_fields))
         return f"{name} is a section; set its keys one by one: '{name}.{key}=…'"
-    if name in recipe_class.model_fields:
-        return f"{name} cannot be changed on the command line; edit the file"
     owners = [section for section, model in sections.items() if name in model.model_fields]
     if owners:
         choices = " or ".join(f"'{home}.{name}={text}'" for home in owners)
@@ -289,8 +286,8 @@ def _explain_key_without_section(name: str, text: str, recipe_class: type[BaseMo
 
 def _suggest_key_of_any_section(name: str, sections: dict[str, type[BaseModel]]) -> str:
     keys = {key: section for section, model in sections.items() for key in model.model_fields}
-    hint = did_you_mean(name, keys)
-    return hint.replace("'", f"'{keys[hint.split(chr(39))[1]]}.", 1) if hint else ""
+    close = difflib.get_close_matches(name, keys, n=1)
+    return f"; did you mean '{keys[close[0]]}.{close[0]}'?" if close else ""
 
 
 def _section_class_at(key: KeyPath, recipe_class: type[BaseModel]) -> type[BaseModel]:

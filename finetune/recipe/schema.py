@@ -169,44 +169,40 @@ class ModelSection(Section):
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
         random = values.get("pretrained", True) is False
-        if values.get("head_init") == "keep" and random:
-            problem = "keep needs pretrained weights; remove the key, or set model.pretrained=true"
-            yield "head_init", {"head_init", "pretrained"}, problem
-        if values.get("adapter") is not None and random:
-            problem = "needs pretrained weights; remove the key, or set model.pretrained=true"
-            yield "adapter", {"adapter", "pretrained"}, problem
-        if values.get("adapter") is not None and values.get("freeze", "none") != "none":
-            problem = "an adapter already freezes all other weights except the head; remove the key"
-            yield "freeze", {"freeze", "adapter"}, problem
         adapter = values.get("adapter")
         # an AdapterSection if the recipe is valid, else the dict from the file
         kind = adapter.get("kind") if isinstance(adapter, dict) else getattr(adapter, "kind", None)
-        if kind == "dora" and values.get("compile") is True:
+        compiled = values.get("compile") is True
+        if values.get("head_init") == "keep" and random:
+            problem = "keep needs pretrained weights; remove the key, or set model.pretrained=true"
+            yield "head_init", {"head_init", "pretrained"}, problem
+        if adapter is not None and random:
+            problem = "needs pretrained weights; remove the key, or set model.pretrained=true"
+            yield "adapter", {"adapter", "pretrained"}, problem
+        if adapter is not None and values.get("freeze", "none") != "none":
+            problem = "an adapter already freezes all other weights except the head; remove the key"
+            yield "freeze", {"freeze", "adapter"}, problem
+        if kind == "dora" and compiled:
             problem = "torch.compile fails on DoRA layers; remove the key, or set adapter.kind=lora"
             yield "compile", {"compile", "adapter"}, problem
-        yield from cls._batch_norm_conflicts(values)
-
-    @staticmethod
-    def _batch_norm_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
-        """Yield conflicts with sync_bn and freeze_bn."""
-        asked = [key for key in ("sync_bn", "freeze_bn") if values.get(key) is True]
-        for key in asked:
-            if values.get("freeze") == "backbone" or values.get("adapter") is not None:
+        batch_norm_keys = [key for key in ("sync_bn", "freeze_bn") if values.get(key) is True]
+        for key in batch_norm_keys:
+            if values.get("freeze") == "backbone" or adapter is not None:
                 problem = (
                     "with freeze=backbone or an adapter, batch norm statistics never change, so "
+                    "this has no effect; remove the key"
                 )
-                yield (
-                    key,
-                    {key, "freeze", "adapter"},
-                    f"{problem}this has no effect; remove the key",
-                )
-        if len(asked) == 2:
+                yield key, {key, "freeze", "adapter"}, problem
+        if len(batch_norm_keys) == 2:
             problem = "freeze_bn leaves no statistics to synchronize; remove one of them"
             yield "sync_bn", {"sync_bn", "freeze_bn"}, problem
-        if "freeze_bn" in asked and values.get("pretrained", True) is False:
-            problem = "random weights have no statistics to keep; remove the key, or set "
-            yield "freeze_bn", {"freeze_bn", "pretrained"}, f"{problem}model.pretrained=true"
-        if "sync_bn" in asked and values.get("compile") is True:
+        if "freeze_bn" in batch_norm_keys and random:
+            problem = (
+                "random weights have no statistics to keep; remove the key, or set "
+                "model.pretrained=true"
+            )
+            yield "freeze_bn", {"freeze_bn", "pretrained"}, problem
+        if "sync_bn" in batch_norm_keys and compiled:
             problem = "torch.compile does not support sync_bn; remove compile or sync_bn"
             yield "compile", {"compile", "sync_bn"}, problem
 
@@ -349,10 +345,11 @@ class DataSection(Section):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
-        multilabel = values.get("task") == "multilabel"
-        if multilabel:
-            problem = "samples images by their class, but with task=multilabel an image can have "
-            problem += "several; remove the key"
+        if values.get("task") == "multilabel":
+            problem = (
+                "samples images by their class, but with task=multilabel an image can have "
+                "several; remove the key"
+            )
             for key in ("sampling", "long_tail"):
                 if values.get(key) is not None:
                     yield key, {key, "task"}, problem
@@ -661,23 +658,20 @@ class Claim(Section):
         if len(stated) != 1:
             problem = f"give exactly one of value, between, trend, below; got {stated or 'none'}"
             yield "metric", set(kinds), problem
-        if "between" in stated and parse_number(values["between"][0]) > parse_number(
-            values["between"][1]
-        ):
-            yield "between", {"between"}, "must start with the lowest; swap the two"
-        figures = [values["value"]] if "value" in stated else []
-        figures += values["between"] if "between" in stated else []
+        reported = [values["value"]] if "value" in stated else []
+        if "between" in stated:
+            lowest, highest = (parse_number(number) for number in values["between"])
+            if lowest > highest:
+                yield "between", {"between"}, "must start with the lowest; swap the two"
+            reported += [lowest, highest]
         metric, when = str(values.get("metric")), str(values.get("when", "end"))
         is_accuracy = not metric.endswith(("loss", "ece", "run.epochs"))
-        if is_accuracy and any(not 0 <= parse_number(figure) <= 1 for figure in figures):
+        if is_accuracy and any(not 0 <= parse_number(number) <= 1 for number in reported):
             problem = "accuracies are fractions; write 94.5 % as 0.945"
             yield stated[0], {"metric", "value", "between"}, problem
         if metric.startswith("test.") and when != "end":
-            yield (
-                "when",
-                {"metric", "when"},
-                "the test split is evaluated once, at the end; set when to end",
-            )
+            problem = "the test split is evaluated once, at the end; set when to end"
+            yield "when", {"metric", "when"}, problem
         if metric == "run.epochs" and when != "end":
             yield "when", {"metric", "when"}, "run.epochs is known only at the end; set when to end"
 
@@ -699,30 +693,34 @@ class Recipe(Section):
         model, data, optim = (dict(values.get(name) or {}) for name in ("model", "data", "optim"))
         stages = [dict(stage).get("freeze") for stage in optim.get("stages") or ()]
         if model.get("adapter") and any(freeze != "backbone" for freeze in stages):
-            problem = "an adapter needs the original weights, so earlier stages may train only "
-            problem += "the head; set freeze=backbone in each stage"
+            problem = (
+                "an adapter needs the original weights, so earlier stages may train only the "
+                "head; set freeze=backbone in each stage"
+            )
             yield "optim", {"model", "optim"}, problem
         balances = optim.get("class_weights") == "balanced"
         balances |= bool(parse_number(optim.get("logit_adjustment") or 0))
         if data.get("sampling") == "class_balanced" and balances:
             problem = (
                 "sampling class_balanced draws all classes equally, so class_weights=balanced "
+                "and logit_adjustment have no effect; keep one of them"
             )
-            problem += "and logit_adjustment have no effect; keep one of them"
             yield "data", {"data", "optim"}, problem
         yield from _task_conflicts(data, optim, values)
         distill = dict(values.get("distill") or {})
         if distill.get("kind") == "features" and model.get("freeze") == "backbone":
             problem = "with model.freeze=backbone, features do not change; set distill.kind=logits"
             yield "distill", {"distill", "model"}, problem
-        of_labels = ("label_smoothing", "class_weights", "focal_gamma", "logit_adjustment")
+        label_loss_keys = ("label_smoothing", "class_weights", "focal_gamma", "logit_adjustment")
         if parse_number(distill.get("weight", 0)) == 1 and any(
             value if key == "class_weights" else parse_number(value or 0)
-            for key in of_labels
+            for key in label_loss_keys
             if (value := optim.get(key)) is not None
         ):
-            problem = f"weight=1 ignores the labels, and with them optim's {', '.join(of_labels)}; "
-            problem += "lower the weight, or remove these keys"
+            problem = (
+                f"weight=1 ignores the labels, and with them optim's {', '.join(label_loss_keys)}; "
+                "lower the weight, or remove these keys"
+            )
             yield "distill", {"distill", "optim"}, problem
 
     @model_validator(mode="before")
@@ -760,11 +758,17 @@ def _task_conflicts(
     keys = ("class_weights", "focal_gamma", "logit_adjustment")
     written = [key for key in keys if optim.get(key) not in (None, 0, "0")]
     if written:
-        problem = f"{', '.join(written)}: not available with data.task=multilabel; set "
-        yield "optim", {"optim", "data"}, f"{problem}asymmetric_loss instead"
+        problem = (
+            f"{', '.join(written)}: not available with data.task=multilabel; set asymmetric_loss "
+            "instead"
+        )
+        yield "optim", {"optim", "data"}, problem
     if best in ("val.top1", "val.top5", "val.balanced_accuracy"):
-        problem = f"best: {best} is not available with data.task=multilabel; set val.map, "
-        yield "run", {"run", "data"}, f"{problem}val.macro_f1, val.micro_f1 or val.loss"
+        problem = (
+            f"best: {best} is not available with data.task=multilabel; set val.map, val.macro_f1, "
+            "val.micro_f1 or val.loss"
+        )
+        yield "run", {"run", "data"}, problem
     if values.get("distill"):
         problem = "is not available with data.task=multilabel; remove one of them"
         yield "distill", {"distill", "data"}, problem

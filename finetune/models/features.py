@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from finetune.errors import WeightsError
 from finetune.formatting import pluralize
 from finetune.models.freeze import set_train_mode
 from finetune.models.head import classifier_names
+from finetune.models.hooks import forward_hooks
 
 __all__ = [
     "compute_pre_logits",
@@ -183,20 +185,12 @@ def _run_with_hooks(
     Returns: the logits, and the records by module name, in the order in which the modules ran.
     """
     recorded: dict[str, tuple[Tensor, Tensor]] = {}
-    handles = []
-    for name in names:
 
-        def record(
-            module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
-        ) -> None:
-            recorded[name] = (inputs[0], output)
+    def record(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        recorded[name] = (inputs[0], output)
 
-        handles.append(model.get_submodule(name).register_forward_hook(record))
-    try:
+    with forward_hooks(model, {name: partial(record, name) for name in names}):
         logits: Tensor = model(images_BCHW)
-    finally:
-        for handle in handles:
-            handle.remove()
     return logits, recorded
 
 

@@ -8,18 +8,15 @@ from typing import Any
 from timm.models import group_parameters
 from torch import nn
 
-from finetune.errors import RecipeError, did_you_mean
+from finetune.errors import RecipeError
 from finetune.models.batch_norm import batch_norm_layers, unfrozen_batch_norm_layers
 from finetune.models.head import classifier_names
 
 __all__ = ["freeze_parameters", "set_train_mode"]
 
-
 # Parameters that always belong to the stem; timm's group_matcher() omits some of them (register
 # tokens before timm 1.0.28, learned RoPE).
 EMBEDDING_NAMES = ("pos_embed", "cls_token", "dist_token", "reg_token", "rope.freqs")
-
-
 MATCH_PREV_GROUP = (99999,)  # timm's group_matcher(): these layers join the previous group
 
 
@@ -33,16 +30,11 @@ def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
     Args:
         model: any timm network.
         freeze: "none", "backbone" (all but the head), or a number of blocks.
-    Raises: RecipeError for any other word, or for more blocks than the network has.
+    Raises: RecipeError for more blocks than the network has.
     """
     if freeze == "none":
         return
-    if isinstance(freeze, str) and freeze != "backbone":
-        raise RecipeError(
-            f"model.freeze: unknown '{freeze}'{did_you_mean(freeze, ['none', 'backbone']) or '.'} "
-            "Use none, backbone, or a number of blocks",
-            code="recipe.unknown_name",
-        )
+    assert freeze == "backbone" or isinstance(freeze, int)
     frozen = {name for name, _ in model.named_parameters()}
     if isinstance(freeze, int):
         groups = _block_parameter_names(model)

@@ -22,6 +22,7 @@ __all__ = [
     "attention_distances",
     "attention_maps",
     "attention_rollout",
+    "attention_weights",
     "patch_filters",
     "position_similarity",
     "uniform_attention_distance",
@@ -169,7 +170,7 @@ class _AttentionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._record(_attention_weights(*args, **kwargs))
+            self._record(attention_weights(*args, **kwargs))
         elif func in _SOFTMAX_FUNCTIONS and result.ndim == 4:
             self._record(result)
         return result
@@ -190,7 +191,7 @@ class _AttentionRecorder(TorchFunctionMode):
             self.has_local_attention = True
 
 
-def _attention_weights(
+def attention_weights(
     query: Tensor,
     key: Tensor,
     value: Tensor,

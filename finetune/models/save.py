@@ -12,7 +12,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from finetune.errors import FinetuneError
 from finetune.models.lora import base_state_dict
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
 from finetune.transforms.preprocessing import Preprocessing
@@ -86,26 +85,12 @@ def save_model(
         temperature: temperature fitted on the val split, above 0; None if it was not fitted.
         multilabel: True if an image can have any number of labels.
         thresholds: one threshold per class, fitted on the val split; None if they were not fitted.
-    Raises: FinetuneError if the tensors or the number of classes do not match the network, or if
-        the temperature is not above 0.
     """
     folder = Path(folder)
     own = base_state_dict(built.model, built.model.state_dict())
-    if {k: v.shape for k, v in state_dict.items()} != {k: v.shape for k, v in own.items()}:
-        wrong = [k for k, v in state_dict.items() if k not in own or own[k].shape != v.shape]
-        wrong += [k for k in own if k not in state_dict]
-        raise FinetuneError(
-            f"{folder}: tensors do not match the network: {', '.join(wrong[:3])}; save the state "
-            f"dict of the unwrapped network"
-        )
-    num_classes = int(getattr(built.model, "num_classes", len(class_names)))
-    if len(class_names) != num_classes:
-        raise FinetuneError(
-            f"{folder}: {len(class_names)} class names for {num_classes} classes; give one name "
-            f"per class"
-        )
-    if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
-        raise FinetuneError(f"{folder}: temperature {temperature}; expected a number above 0")
+    assert {k: v.shape for k, v in state_dict.items()} == {k: v.shape for k, v in own.items()}
+    assert len(class_names) == getattr(built.model, "num_classes", len(class_names))
+    assert temperature is None or 0 < temperature < math.inf
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state_dict.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = _hub_config(built, class_names, preprocessing)

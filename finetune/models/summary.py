@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from finetune.models.hooks import forward_hooks
 
 __all__ = ["blocks_per_stage", "count_flops", "count_parameters", "summarize_model"]
 
@@ -101,19 +104,16 @@ def summarize_model(network: nn.Module, image_size: tuple[int, int]) -> dict[str
     """
     counter, shapes, parts = _flop_counter(), LayerShapes(), dict(_summary_layers(network))
 
-    def record_shape(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensors = [t for t in _flatten(output) if isinstance(t, Tensor)]
-            if tensors:
-                shapes[name] = tuple(tensors[-1].shape[1:])
-
-        return hook
+    def record_shape(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [t for t in _flatten(output) if isinstance(t, Tensor)]
+        if tensors:
+            shapes[name] = tuple(tensors[-1].shape[1:])
 
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     trainable = [p for p in network.parameters() if p.requires_grad]
     with ExitStack() as stack:
-        for name, module in parts.items():
-            stack.callback(module.register_forward_hook(record_shape(name)).remove)
+        hooks = {name: partial(record_shape, name) for name in parts}
+        stack.enter_context(forward_hooks(network, hooks))
         for parameter in trainable:  # the counter would need autograd, which no_grad disables
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)

@@ -16,12 +16,12 @@ from networks import NETWORKS, TINY_ARGS, build_network, compute_logits, random_
 from refusals import refused
 from torch import Tensor, nn
 
-from finetune.models import interpretability
 from finetune.models.architectures.position_embeddings import position_table
 from finetune.models.interpretability import (
     attention_distances,
     attention_maps,
     attention_rollout,
+    attention_weights,
     patch_filters,
     position_similarity,
     uniform_attention_distance,
@@ -238,7 +238,7 @@ def test_is_thread_safe() -> None:
 def test_attention_weights_equal_fused_attention(scale: float | None) -> None:
     query, key, value = torch.randn(3, 2, 4, 7, 8)
     expected = F.scaled_dot_product_attention(query, key, value, scale=scale)
-    weights = interpretability._attention_weights(query, key, value, scale=scale)
+    weights = attention_weights(query, key, value, scale=scale)
     torch.testing.assert_close(weights @ value, expected)
 
 

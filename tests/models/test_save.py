@@ -18,7 +18,6 @@ from networks import (
     random_images,
     save_random_network,
 )
-from refusals import refused
 from safetensors.torch import load_file
 
 from finetune.models.build import build_model
@@ -84,28 +83,6 @@ class TestSaveModel:
             files.append((tmp_path / name / "model.safetensors").read_bytes())
         assert not state["conv1.0.weight"].is_contiguous()
         assert files[0] == files[1]
-
-    @pytest.mark.parametrize(
-        "settings, expected_texts",
-        [
-            ({"prefix": "module."}, ["module.cls_token"]),
-            ({"class_names": CLASS_NAMES[:4]}, ["4 class names", "5 classes"]),
-            ({"temperature": 0.0}, ["temperature 0.0"]),
-            ({"temperature": -1.0}, ["temperature -1.0"]),
-            ({"temperature": float("nan")}, ["temperature nan"]),
-            ({"temperature": float("inf")}, ["temperature inf"]),
-        ],
-    )
-    def test_rejects_mismatched_arguments(
-        self, tmp_path: Path, settings: dict[str, Any], expected_texts: list[str]
-    ) -> None:
-        built = build_network("vit")
-        prefix = settings.get("prefix", "")
-        state = {f"{prefix}{key}": value for key, value in built.model.state_dict().items()}
-        settings = {key: value for key, value in settings.items() if key != "prefix"}
-        with refused("internal", tmp_path, *expected_texts):
-            save_with_defaults(tmp_path, built, state, **settings)
-        assert not list(tmp_path.iterdir())
 
     def test_random_weights_have_no_license(self, tmp_path: Path) -> None:
         assert build_model(save_random_network(tmp_path, "vit")).provenance["license"] is None

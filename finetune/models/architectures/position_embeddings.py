@@ -11,10 +11,10 @@ learned vector per distance between two positions.
 from __future__ import annotations
 
 import torch
-from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from finetune.errors import RecipeError, did_you_mean
+from finetune.errors import did_you_mean
+from finetune.models.weights.resize_posemb import resize_posemb
 
 __all__ = [
     "POSITION_KINDS",
@@ -42,26 +42,21 @@ def resolve_location(kind: str, where: str | None) -> str:
         where: one of POSITION_LOCATIONS; None for the default: "every_layer" for kind "relative",
             which is part of the attention, and "stem" for the other kinds.
     Returns: one of POSITION_LOCATIONS.
-    Raises: RecipeError for an unknown name, or a location that the kind does not support.
+    Raises: ValueError for an unknown name, or a location that the kind does not support.
     """
-    if kind not in POSITION_KINDS:
-        raise _unknown_name_error("position", kind, POSITION_KINDS)
     if where is None:
-        return "every_layer" if kind == "relative" else "stem"
-    if where not in POSITION_LOCATIONS:
-        raise _unknown_name_error("where", where, POSITION_LOCATIONS)
+        where = "every_layer" if kind == "relative" else "stem"
+    choices = {"position": (kind, POSITION_KINDS), "where": (where, POSITION_LOCATIONS)}
+    for argument, (value, known) in choices.items():
+        if value not in known:
+            hint = f"{did_you_mean(value, known) or '.'} Choose from {', '.join(known)}"
+            raise ValueError(f"{argument}: unknown '{value}'{hint}")
     if (kind, where) == ("relative", "stem"):
-        raise RecipeError(
+        raise ValueError(
             "where: relative positions are part of the attention, and the stem has no "
-            "attention; use every_layer or every_layer_shared",
-            code="recipe.conflict",
+            "attention; use every_layer or every_layer_shared"
         )
     return where
-
-
-def _unknown_name_error(key: str, value: str, choices: tuple[str, ...]) -> RecipeError:
-    hint = f"{did_you_mean(value, choices) or '.'} Choose from {', '.join(choices)}"
-    return RecipeError(f"{key}: unknown '{value}'{hint}", code="recipe.unknown_name")
 
 
 def sinusoidal_table(num_positions: int, width: int) -> Tensor:
@@ -97,9 +92,8 @@ class Learned2dPositionEmbedding(nn.Module):
     def __init__(self, grid: tuple[int, int], width: int) -> None:
         super().__init__()
         if width % 2:
-            raise RecipeError(
-                f"embed_dim: {width} is odd, but learned_2d splits it in half; use an even number",
-                code="recipe.conflict",
+            raise ValueError(
+                f"embed_dim: {width} is odd, but learned_2d splits it in half; use an even number"
             )
         self.rows = nn.Parameter(torch.randn(grid[0], width // 2) * _INIT_STD)
         self.columns = nn.Parameter(torch.randn(grid[1], width // 2) * _INIT_STD)
@@ -193,12 +187,15 @@ def resize_position_embedding(name: str, tensor: Tensor, grid: tuple[int, int]) 
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "pos_embed":
-        return resample_abs_pos_embed(tensor, list(grid), num_prefix_tokens=1)
+        return resize_posemb(tensor, grid, method="timm")
     if leaf in ("rows", "columns"):
-        target = grid[0] if leaf == "rows" else grid[1]
         # resize as a row (1, n): for a column (n, 1), torch 2.15 returns one value everywhere
-        resized = resample_abs_pos_embed(
-            tensor[None], [1, target], [1, len(tensor)], num_prefix_tokens=0
-        )
-        return resized[0]
+        target_grid = (1, grid[0] if leaf == "rows" else grid[1])
+        return resize_posemb(
+            tensor[None],
+            target_grid,
+            method="timm",
+            num_prefix_tokens=0,
+            source_grid=(1, len(tensor)),
+        )[0]
     return tensor

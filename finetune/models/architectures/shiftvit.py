@@ -18,7 +18,7 @@ from timm.layers import ClassifierHead, DropPath, Mlp, PatchEmbed, calculate_dro
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from finetune.errors import RecipeError, did_you_mean
+from finetune.errors import did_you_mean
 
 __all__ = ["SHIFT_VERSIONS", "ShiftViT", "shift_channels", "shiftvit_tiny_patch4_48", "zero_edges"]
 
@@ -156,7 +156,7 @@ class ShiftViT(nn.Module):
         drop_rate: dropout rate before the classifier.
         proj_drop_rate: dropout rate after both layers of the MLP.
         drop_path_rate: stochastic depth rate of the last block.
-    Raises: RecipeError for an unknown `shift`, or if C does not allow the channel groups.
+    Raises: ValueError for an unknown `shift`, or if C does not allow the channel groups.
     Source: Wang et al., "When Shift Operation Meets Vision Transformer" (2022); Keras, code
         examples, "A Vision Transformer without Attention".
     """
@@ -187,7 +187,7 @@ class ShiftViT(nn.Module):
         rates: Any = [calculate_drop_path_rates(drop_path_rate, depth) for depth in depths]
         if shift == "paper":
             rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        stages, self.feature_info = [], []
+        stages = []
         settings: dict[str, Any] = {"shift": shift, "num_div": num_div, "mlp_ratio": mlp_ratio}
         for number, paths in enumerate(rates):
             width = embed_dim * 2**number
@@ -196,8 +196,6 @@ class ShiftViT(nn.Module):
                 for path in paths
             ]
             stages.append(_Stage(_PatchMerging(width // 2) if number else nn.Identity(), blocks))
-            info = {"num_chs": width, "reduction": patch_size * 2**number}
-            self.feature_info.append({**info, "module": f"stages.{number}"})
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(
             self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC"
@@ -230,11 +228,6 @@ class ShiftViT(nn.Module):
         self.head.apply(_init_weights)
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: an empty set."""
-        return set()
-
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Turn activation checkpointing of the blocks on or off."""
         for stage in self.stages:
@@ -252,23 +245,20 @@ class ShiftViT(nn.Module):
 
 def _check_channel_groups(shift: str, width: int, num_div: int) -> None:
     if shift not in SHIFT_VERSIONS:
-        raise RecipeError(
+        raise ValueError(
             f"shift: unknown '{shift}'{did_you_mean(shift, SHIFT_VERSIONS) or '.'} "
-            f"Choose from {', '.join(SHIFT_VERSIONS)}",
-            code="recipe.unknown_name",
+            f"Choose from {', '.join(SHIFT_VERSIONS)}"
         )
     if shift == "paper" and not 4 <= num_div <= width:
-        raise RecipeError(
+        raise ValueError(
             f"num_div: {num_div} groups for {width} channels; each of the four directions "
-            f"needs a group of at least one channel: use a number from 4 to {width}",
-            code="recipe.conflict",
+            f"needs a group of at least one channel: use a number from 4 to {width}"
         )
     # the tutorial's code splits the channels into groups of equal size
     if shift == "document" and (width < 4 * num_div or width % num_div):
-        raise RecipeError(
+        raise ValueError(
             f"embed_dim: {width} does not split into four or more groups of "
-            f"num_div={num_div} channels; use a multiple of {num_div}, at least {4 * num_div}",
-            code="recipe.conflict",
+            f"num_div={num_div} channels; use a multiple of {num_div}, at least {4 * num_div}"
         )
 
 

@@ -89,24 +89,6 @@ class TransformersClassifier(nn.Module):
         """Return the module that computes the logits."""
         return self.network.get_submodule(CLASSIFIER_NAME)
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the last linear layer with a new one of `num_classes` outputs."""
-        layers = {n: m for n, m in self.network.named_modules() if isinstance(m, nn.Linear)}
-        last = [
-            name
-            for name in layers
-            if name == CLASSIFIER_NAME or name.startswith(f"{CLASSIFIER_NAME}.")
-        ]
-        if not last:
-            raise WeightsError(
-                f"{type(self.network).__name__}: the network has no linear classifier to replace; "
-                f"choose another network",
-                code="weights.unsupported",
-            )
-        classifier = nn.Linear(layers[last[-1]].in_features, num_classes) if num_classes else None
-        self.network.set_submodule(last[-1], classifier or nn.Identity())
-        self.num_classes = num_classes
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Turn on activation checkpointing."""
         assert self.network.supports_gradient_checkpointing or not enable

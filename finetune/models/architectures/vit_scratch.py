@@ -22,7 +22,6 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune.errors import RecipeError
 from finetune.models.architectures.position_embeddings import (
     RelativePositionEmbedding,
     add_position_embedding,
@@ -129,7 +128,7 @@ class ScratchViT(nn.Module):
             for the fixed "sinusoidal" table both are equivalent.
         drop_rate: dropout rate in the head.
         attn_drop_rate: dropout rate on attention weights.
-    Raises: RecipeError for values that conflict.
+    Raises: ValueError for values that conflict.
     Source: paper review, the ViT from scratch; ViT paper, appendix D.4.
     """
 
@@ -155,9 +154,8 @@ class ScratchViT(nn.Module):
         super().__init__()
         self.where = resolve_location(position, where)
         if embed_dim % num_heads:
-            raise RecipeError(
-                f"num_heads: {num_heads} does not divide embed_dim={embed_dim}; change one of them",
-                code="recipe.conflict",
+            raise ValueError(
+                f"num_heads: {num_heads} does not divide embed_dim={embed_dim}; change one of them"
             )
         self.in_chans, self.drop_rate = in_chans, drop_rate
         self.num_features = self.embed_dim = self.head_hidden_size = embed_dim
@@ -210,11 +208,7 @@ class ScratchViT(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head, on the same device; only class-token pooling is supported."""
-        if global_pool not in (None, "token"):
-            raise RecipeError(
-                f"global_pool: '{global_pool}' is not supported by this network; use 'token'",
-                code="recipe.wrong_value",
-            )
+        assert global_pool in (None, "token")
         self.num_classes = num_classes
         self.head: nn.Module = (
             _Head(self.embed_dim, num_classes, self.drop_rate) if num_classes else nn.Identity()

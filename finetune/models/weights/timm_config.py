@@ -19,7 +19,10 @@ from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
     "CONTROL_ARGS",
+    "HubConfig",
     "PretrainedConfig",
+    "Temperature",
+    "Thresholds",
     "Weights",
     "drop_source_keys",
     "has_huge_value",

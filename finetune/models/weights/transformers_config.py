@@ -24,7 +24,7 @@ from finetune.models.architectures.transformers_classifier import (
 from finetune.models.weights.timm_config import Weights, read_untrusted_json, validate_config
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
-__all__ = ["TRANSFORMERS_PREFIX", "resolve_classifier"]
+__all__ = ["TRANSFORMERS_PREFIX", "ClassifierConfig", "ProcessorConfig", "resolve_classifier"]
 
 TRANSFORMERS_PREFIX = "transformers:"
 TRANSFORMERS_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from finetune.errors import RecipeError, did_you_mean
 from finetune.recipe.aliases import alias_hint
 from finetune.recipe.schema import Recipe
+from finetune.recipe.validate import section_class
 from finetune.transforms.operations import OPERATIONS, format_operations_help, format_signature
 
 __all__ = ["explain_topic", "format_keys_help", "json_schema", "list_keys"]
@@ -106,7 +107,8 @@ def format_keys_help(topic: str = "") -> str:
     for row in rows:
         if row["section"] != section:
             section = row["section"]
-            purpose = (_section_class(Recipe.model_fields[section]).__doc__ or "").strip()
+            kind = section_class(Recipe.model_fields[section])
+            purpose = (kind.__doc__ or "").strip() if kind else ""
             lines += ["", f"{section}: {purpose}"] if lines else [f"{section}: {purpose}"]
         default = "required" if row["required"] else f"default {_format_default(row['default'])}"
         lines.append(f"  {row['key']}  ({row['type']}; {default})")
@@ -125,20 +127,14 @@ def format_keys_help(topic: str = "") -> str:
 def _iter_keys(section: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
     """Yield (dotted key, field) for a section; the keys of a nested section follow its own key."""
     brackets = "[]" if typing.get_origin(field.annotation) is tuple else ""
-    for key, inner in _section_class(field).model_fields.items():
+    kind = section_class(field)
+    for key, inner in kind.model_fields.items() if kind else ():
         yield f"{section}{brackets}.{key}", inner
-        model = _section_class(inner)
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            yield from _iter_keys(f"{section}{brackets}.{key}", inner)
+        yield from _iter_keys(f"{section}{brackets}.{key}", inner)
 
 
 def _without_brackets(key: str) -> str:
     return key.replace("[]", "")
-
-
-def _section_class(field: FieldInfo) -> type[BaseModel]:
-    kind: Any = field.annotation
-    return typing.get_args(kind)[0] if typing.get_origin(kind) else kind
 
 
 def _type_name(annotation: Any) -> str:

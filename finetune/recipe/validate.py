@@ -13,12 +13,19 @@ from dataclasses import replace
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from finetune.errors import RecipeError, did_you_mean
 from finetune.recipe.aliases import MUTUALLY_EXCLUSIVE_KEYS, alias_hint, resolve_alias
 from finetune.recipe.strict_yaml import KeyPath, Problem, SourceLocation, YamlDocument, parse_value
 
-__all__ = ["apply_override", "check_override_conflicts", "section_classes", "validate_document"]
+__all__ = [
+    "apply_override",
+    "check_override_conflicts",
+    "section_class",
+    "section_classes",
+    "validate_document",
+]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -38,18 +45,19 @@ _TYPE_NAMES = {
 }
 
 
+def section_class(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section class of a field, also for lists of sections; None for a plain value."""
+    # of Section | None and tuple[Section, ...], take Section
+    kind = (*get_args(field.annotation), field.annotation)[0]
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def section_classes(recipe_class: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Return {name: class} of all sections, except those that are lists of sections."""
-    fields = recipe_class.model_fields
-    annotations: dict[str, Any] = {
-        name: (*get_args(field.annotation), field.annotation)[0]  # Section | None: take Section
-        for name, field in fields.items()
-        if get_origin(field.annotation) is not tuple
-    }
     return {
         name: kind
-        for name, kind in annotations.items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
+        for name, field in recipe_class.model_fields.items()
+        if (kind := section_class(field)) and get_origin(field.annotation) is not tuple
     }
 
 
@@ -260,8 +268,8 @@ def _iter_sections(
     if isinstance(values, dict):
         yield path, values
         for name, field in model.model_fields.items():
-            inner, kind = values.get(name), (*get_args(field.annotation), field.annotation)[0]
-            if not isinstance(kind, type) or not issubclass(kind, BaseModel):
+            inner, kind = values.get(name), section_class(field)
+            if kind is None:
                 continue
             if get_origin(field.annotation) is not tuple:
                 yield from _iter_sections((*path, name), inner, kind)
@@ -294,9 +302,8 @@ def _section_class_at(key: KeyPath, recipe_class: type[BaseModel]) -> type[BaseM
     """Return the class of the section at `key`, or of one item in a list of sections."""
     for part in key:
         if isinstance(part, str):  # not an index into a list of sections
-            kind: Any = recipe_class.model_fields[part].annotation
-            while get_origin(kind):  # unwrap tuple[Section, ...] and Section | None
-                kind = get_args(kind)[0]
+            kind = section_class(recipe_class.model_fields[part])
+            assert kind is not None, f"{key} is not a section"
             recipe_class = kind
     return recipe_class
 

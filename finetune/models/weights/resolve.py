@@ -134,11 +134,11 @@ def locate_weights(name: str) -> Path | None:
 
 def _embedded_folder(name: str) -> Path:
     root = Path(str(resources.files("finetune.models"))) / "embedded"
-    names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    names = sorted(path.name for path in root.iterdir() if path.is_dir())
     if name not in names:
-        hint = f"; available: {', '.join(names)}" if names else "; this installation has none"
         raise WeightsError(
-            f"embedded:{name}: no such embedded weights{hint}{did_you_mean(name, names)}",
+            f"embedded:{name}: no such embedded weights; available: {', '.join(names)}"
+            f"{did_you_mean(name, names)}",
             code="weights.unknown_name",
         )
     return root / name

@@ -48,7 +48,10 @@ def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
         names = [name for name, _ in model.named_parameters()]
         blocks = [name for group in groups[1 : freeze + 1] for name in group]
         last = max((names.index(name) for name in blocks), default=0)
-        frozen |= {name for name in names[:last] if _belongs_to_previous_block(model, name)}
+        patterns = _previous_group_patterns(model)
+        frozen |= {
+            name for name in names[:last] if any(re.match(pattern, name) for pattern in patterns)
+        }
     heads = tuple(f"{name}." for name in classifier_names(model))
     for name, parameter in model.named_parameters():
         if name in frozen and not name.startswith(heads):
@@ -76,12 +79,15 @@ def _block_parameter_names(model: nn.Module) -> list[list[str]]:
     return [[*blocks[0], *tokens], *blocks[1:]] if blocks else []
 
 
-def _belongs_to_previous_block(model: nn.Module, name: str) -> bool:
-    """True if timm groups a parameter with the block before it, for example in downsampling."""
+def _previous_group_patterns(model: nn.Module) -> list[str]:
+    """Return the regexes of parameters that timm groups with the block before them.
+
+    These are, for example, the parameters of downsampling layers.
+    """
     group_matcher: Any = model.group_matcher
     groups = group_matcher(coarse=False).values()
     rules = [rule for group in groups if isinstance(group, list | tuple) for rule in group]
-    return any(mark == MATCH_PREV_GROUP and re.match(pattern, name) for pattern, mark in rules)
+    return [pattern for pattern, mark in rules if mark == MATCH_PREV_GROUP]
 
 
 def set_train_mode(model: nn.Module) -> None:

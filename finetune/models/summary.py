@@ -197,15 +197,15 @@ def _count_tokens(
 
 def blocks_per_stage(network: nn.Module) -> list[int]:
     """Return the number of blocks per stage; a single entry for a network without stages."""
+    sequences = nn.Sequential | nn.ModuleList
     for name in _STAGE_NAMES:
-        sequence = getattr(network, name, None)
-        if isinstance(sequence, nn.Sequential | nn.ModuleList) and len(sequence):
-            counts = [_count_blocks(stage) for stage in sequence]
-            return [len(sequence)] if None in counts else [int(c or 0) for c in counts]
+        stages = getattr(network, name, None)
+        if isinstance(stages, sequences) and len(stages):
+            blocks = [
+                stage if isinstance(stage, nn.Sequential) else getattr(stage, "blocks", None)
+                for stage in stages
+            ]
+            counts = [len(block) for block in blocks if isinstance(block, sequences)]
+            return counts if len(counts) == len(stages) else [len(stages)]
     stages = [getattr(network, f"layer{number}", None) for number in range(1, 5)]
     return [len(stage) for stage in stages if isinstance(stage, nn.Sequential)]
-
-
-def _count_blocks(stage: nn.Module) -> int | None:
-    blocks = stage if isinstance(stage, nn.Sequential) else getattr(stage, "blocks", None)
-    return len(blocks) if isinstance(blocks, nn.Sequential | nn.ModuleList) else None

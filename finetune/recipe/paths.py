@@ -151,10 +151,10 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     try:
         if root.exists() or (SOURCE_KINDS[kind].accepts_glob and glob.has_magic(path)):
             return
-        siblings = [entry.name for entry in root.parent.iterdir()] if root.parent.is_dir() else []
     except OSError:  # opening the source gives a better error
         return
-    hint = did_you_mean(root.name, siblings)
+    suffix = SOURCE_KINDS[kind].suffix
+    hint = suggest_path(path, suffixes=(suffix,) if suffix else ())
     message = f"{typed}: no such path{hint or '; check it'}"
     if kind == "folder":
         message = f"{typed}: no such folder{hint}; expected a folder with one subfolder per class"

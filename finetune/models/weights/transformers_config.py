@@ -5,6 +5,7 @@ The classifier's name is `transformers:owner/name@revision` or `transformers:FOL
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from finetune.errors import HubError, WeightsError, did_you_mean
+from finetune.errors import WeightsError, did_you_mean
 from finetune.hub.download import download_first, download_hub_file
 from finetune.models.architectures.transformers_classifier import (
     ARCHITECTURE,
@@ -27,6 +28,7 @@ from finetune.transforms.operations import MAX_IMAGE_SIDE
 __all__ = ["TRANSFORMERS_PREFIX", "ClassifierConfig", "ProcessorConfig", "resolve_classifier"]
 
 TRANSFORMERS_PREFIX = "transformers:"
+PROCESSOR_FILE = "preprocessor_config.json"
 TRANSFORMERS_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PILLOW_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # The ConvNext image processor, which CvT repositories also use, crops only below this image size.
@@ -91,7 +93,7 @@ def resolve_classifier(
     folder = Path(location).expanduser()
     sha256 = None
     if folder.is_dir():
-        paths = {file: folder / file for file in ("config.json", "preprocessor_config.json")}
+        paths = {file: folder / file for file in ("config.json", PROCESSOR_FILE)}
         files = [folder / file for file in TRANSFORMERS_WEIGHT_FILES if (folder / file).is_file()]
         provenance: dict[str, Any] = {"source": name, "license": None}
         if not paths["config.json"].is_file():
@@ -109,13 +111,13 @@ def resolve_classifier(
         main = download_hub_file(repository, "config.json", revision or None, display_name=name)
         commit = main.commit or revision or None
         paths = {"config.json": main.path}
-        paths |= _fetch_optional(repository, "preprocessor_config.json", commit, name)
-        file = (
-            download_first(repository, TRANSFORMERS_WEIGHT_FILES, commit, display_name=name)
-            if pretrained
-            else None
-        )
-        weights, sha256 = (file.path, file.sha256) if file else (None, None)
+        with contextlib.suppress(WeightsError):  # the repository may not have this file
+            file = download_hub_file(repository, PROCESSOR_FILE, commit, display_name=name)
+            paths[PROCESSOR_FILE] = file.path
+        weights = None
+        if pretrained:
+            file = download_first(repository, TRANSFORMERS_WEIGHT_FILES, commit, display_name=name)
+            weights, sha256 = file.path, file.sha256
         provenance = {"source": name, "repository": repository, "revision": main.commit}
     else:
         raise WeightsError(
@@ -124,18 +126,9 @@ def resolve_classifier(
             code="weights.unknown_name",
         )
     content = _read_json_mapping(paths["config.json"], name)
-    path = paths.get("preprocessor_config.json")
+    path = paths.get(PROCESSOR_FILE)
     processor = _read_json_mapping(path, name) if path is not None and path.is_file() else {}
     return _parse_config(content, processor, provenance), weights, sha256
-
-
-def _fetch_optional(repository: str, file: str, commit: str | None, name: str) -> dict[str, Path]:
-    try:
-        return {file: download_hub_file(repository, file, commit, display_name=name).path}
-    except HubError:
-        raise
-    except WeightsError:  # the repository has no such file
-        return {}
 
 
 def _read_json_mapping(path: Path, name: str) -> dict[str, Any]:
@@ -159,9 +152,7 @@ def _parse_config(
         )
     source = provenance["source"]
     config = validate_config(ClassifierConfig, content, f"{source}: config.json")
-    processor_config = validate_config(
-        ProcessorConfig, processor, f"{source}: preprocessor_config.json"
-    )
+    processor_config = validate_config(ProcessorConfig, processor, f"{source}: {PROCESSOR_FILE}")
     known = classifier_classes()
     if config.model_type not in known:
         close = did_you_mean(config.model_type, known) or "; choose another network"

@@ -278,21 +278,14 @@ def position_similarity(network: Any) -> np.ndarray:
     Source: ViT paper, figure 7 (middle).
     """
     table, embed = _find_position_table(network), getattr(network, "patch_embed", None)
-    grid = getattr(embed, "grid_size", None)
-    kind = type(network).__name__
-    if table is None or table.ndim != 3 or grid is None:
+    height, width = getattr(embed, "grid_size", None) or (0, 0)
+    num_patches = height * width
+    if table is None or table.ndim != 3 or not 0 < num_patches <= table.shape[1]:
         cause = "has no table of position embeddings for a grid of patches; choose a ViT"
         if table is None and getattr(network, "rope", None) is not None:
             cause = "has rotary position embeddings, so no table to draw; plot its attention"
-        raise WeightsError(f"{kind}: {cause}", code="weights.unsupported")
-    height, width = int(grid[0]), int(grid[1])
-    prefix = table.shape[1] - height * width
-    if prefix < 0:
-        raise WeightsError(
-            f"{kind}: its {table.shape[1]} position embeddings do not match the {height} x {width} "
-            "patches; choose a ViT with one position embedding per patch",
-            code="weights.unsupported",
-        )
+        raise WeightsError(f"{type(network).__name__}: {cause}", code="weights.unsupported")
+    prefix = table.shape[1] - num_patches
     vectors_ND = table[0, prefix:].detach().cpu().double().numpy()
     norms_N1 = np.linalg.norm(vectors_ND, axis=1, keepdims=True)
     unit_ND = vectors_ND / np.maximum(norms_N1, 1e-12)

@@ -59,7 +59,7 @@ class ClassifierConfig(BaseModel):
 
     model_type: str
     id2label: dict[int, Any] | None = None
-    num_labels: Annotated[int, Field(ge=0)] = 2  # the default of transformers
+    num_labels: Annotated[int, Field(ge=0)] | None = None
     image_size: _ImageSize = None
 
 
@@ -162,6 +162,8 @@ def _parse_config(
         )
     labels = config.id2label or {}
     names = [str(labels[index]) for index in sorted(labels)]
+    # transformers omits the labels from config.json for its default of two classes
+    num_labels = 2 if config.num_labels is None else config.num_labels
     has_default_names = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
     parameters = inspect.signature(known[config.model_type]().forward).parameters
     network = {k: v for k, v in content.items() if k not in DROPPED_CONFIG_KEYS and v is not None}
@@ -171,7 +173,7 @@ def _parse_config(
         config={
             **_convert_preprocessing(config, processor_config, processor),
             "classifier": f"network.{CLASSIFIER_NAME}",
-            "num_classes": len(names) or config.num_labels,
+            "num_classes": len(names) or num_labels,
             "fixed_input_size": "image_size" in content
             and "interpolate_pos_encoding" not in parameters,
         },

@@ -63,7 +63,7 @@ def test_the_other_ranks_end_when_one_is_killed(
         launch.wait_for_steps()
         os.kill(launch.rank_process_ids()[rank], signal.SIGKILL)
         seconds = launch.wait_for_end()
-        check_ended(launch, f"rank {rank} of 2: ended without a word")
+        check_ended(launch, f"rank {rank} of 2: ended without an error message")
         if rank:
             assert launch.read_record()["status"] == "failed (5)"
     fault(

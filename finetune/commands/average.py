@@ -70,7 +70,7 @@ def average_runs(
         greedy: build a greedy soup: add runs from best to worst, each only if the validation
             metric does not drop.
     Returns: a dict with keys "folder", "kind", "runs", "tried" (each average with its validation
-        metrics), "chosen", and "val" and "test" as returned by `Evaluator.evaluate_in_detail`.
+        metrics), "chosen", and "val" and "test" as returned by `Evaluator.results`.
     Raises: RecipeError for conflicting arguments; WeightsError if the runs have different networks
         or started from different pretrained weights; DataError if validation images are missing or
         differ between the runs.
@@ -108,15 +108,16 @@ def average_runs(
     else:
         kind, tried, chosen, state = _build_soup(members, measured, greedy=greedy)
     network.load_state_dict(state)
-    val = Evaluator(val_loader, accelerator, fit_calibration=True).evaluate_in_detail(
-        network, batch_size=batch_size
-    )
+    evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
+    evaluator.evaluate(network, batch_size=batch_size)
+    val = evaluator.results()
     fitted_key = "thresholds" if setup.is_multilabel else "temperature"
     results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
         settings: dict[str, Any] = {fitted_key: results[fitted_key], "num_mistakes": NUM_MISTAKES}
-        examination = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
-        results["test"] = examination.evaluate_in_detail(network, batch_size=batch_size)
+        evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
+        evaluator.evaluate(network, batch_size=batch_size)
+        results["test"] = evaluator.results()
     names = [member.run.path.resolve().name for member in members]
     results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}
     run_on_main(accelerator, lambda: _write_model_folder(folder, first, setup, state, results))

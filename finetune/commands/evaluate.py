@@ -85,7 +85,7 @@ def evaluate_model(
         corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or one kind and
             severity such as "noise:3".
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
-    Returns: the result of `Evaluator.evaluate_in_detail`, plus the keys "model", "data", "split",
+    Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
         "class_names" and, with `corrupt`, "corrupted" {"rows": [{"kind", "severity", "top1",
         "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
@@ -125,14 +125,16 @@ def evaluate_model(
         num_classes=num_classes,
         frozen_backbone=frozen_backbone,
     )
-    result = Evaluator(
+    evaluator = Evaluator(
         loader,
         accelerator,
         temperature=None if fit_temperature else built.temperature,
         thresholds=built.thresholds or [DEFAULT_THRESHOLD] * num_classes,
         fit_calibration=fit_temperature,
         num_mistakes=NUM_MISTAKES,
-    ).evaluate_in_detail(network, batch_size=section.eval_batch_size)
+    )
+    evaluator.evaluate(network, batch_size=section.eval_batch_size)
+    result = evaluator.results()
     if config is not None and accelerator.is_main_process:
         _write_temperature(config, result["temperature"], split)
     if corruptions:

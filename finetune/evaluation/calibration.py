@@ -9,11 +9,15 @@ Source: Guo et al. 2017, On Calibration of Modern Neural Networks, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 __all__ = ["TemperatureFitter", "fit_temperature"]
 
@@ -56,13 +60,16 @@ class TemperatureFitter:
         self._num_kept += len(kept)
         self._labels.append(labels_B[kept].cpu())
 
-    def fit(self, all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
+    def compute(self, accelerator: Accelerator) -> float:
         """Fit the temperature to the kept logits; all processes must call this.
 
-        Args:
-            all_reduce: sums a tensor over processes.
         Returns: same as `fit_temperature`.
         """
+
+        def all_reduce(sums: Tensor) -> Tensor:
+            sums = sums.to(accelerator.device)
+            return torch.as_tensor(accelerator.reduce(sums, "sum")).cpu()
+
         if self._logits_NK is None:
             return fit_temperature(
                 torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), all_reduce=all_reduce

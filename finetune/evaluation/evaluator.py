@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,24 +23,17 @@ from torch.distributed.fsdp import FSDPModule
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.evaluation.calibration import TemperatureFitter
-from finetune.evaluation.metrics import ClassificationMetrics, TopLosses, select_top_losses
+from finetune.evaluation.metrics import ClassificationMetrics, Metric, TopLosses
 from finetune.evaluation.multilabel import MultilabelMetrics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["NUM_MISTAKES", "Evaluator", "Metric", "evaluate"]
+__all__ = ["NUM_MISTAKES", "Evaluator", "evaluate"]
 
 # logits, labels, positions in the split
 _EvaluatedBatch: TypeAlias = tuple[Tensor, Tensor, NDArray[np.int64]]
 NUM_MISTAKES = 24  # mistakes to list in the results: of test, or of validation without a test split
-
-
-class Metric(Protocol):
-    """A metric that is updated with every batch of an evaluation."""
-
-    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
-        """Add a batch on the host: logits, labels, and the positions of the images in the split."""
 
 
 def evaluate(
@@ -56,7 +50,7 @@ def evaluate(
     Args:
         model: the network, not wrapped by DDP.
         batch_size: images per batch on this rank.
-        extra_metrics: further metrics, updated with the batches of this rank.
+        extra_metrics: further metrics to update, with batches on the host.
         multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
             the best thresholds on this split.
     Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
@@ -64,42 +58,41 @@ def evaluate(
     Raises: DivergedError if a logit is not finite.
     """
     started = time.perf_counter()
-    metrics = ClassificationMetrics(loader.num_classes, device=accelerator.device)
+    device_metrics: list[Metric] = []
+    host_metrics = list(extra_metrics)
+    metrics: Metric
     if loader.labels.ndim == 2:
-        multilabel_metrics = multilabel_metrics or MultilabelMetrics(loader.labels)
-        extra_metrics = [*extra_metrics, multilabel_metrics]
+        metrics = multilabel_metrics or MultilabelMetrics(loader.labels)
+        host_metrics.append(metrics)
+    else:
+        metrics = ClassificationMetrics(loader.num_classes, device=accelerator.device)
+        device_metrics.append(metrics)
     model.eval()
     batches = loader.eval_batches(
         rank=accelerator.process_index, world_size=accelerator.num_processes, batch_size=batch_size
     )
-    with _force_eager(model), torch.no_grad(), accelerator.autocast():
-        evaluated = _forward_batches(
-            model, batches, None if multilabel_metrics is not None else metrics
-        )
-        for batch in _copy_to_host(evaluated) if extra_metrics else evaluated:
-            for metric in extra_metrics:
+    with _force_eager(), torch.no_grad(), accelerator.autocast():
+        evaluated = _forward_batches(model, batches, device_metrics)
+        for batch in _copy_to_host(evaluated) if host_metrics else evaluated:
+            for metric in host_metrics:
                 metric.update(*batch)
     for module in model.modules():
         # FSDP keeps the weights gathered after a forward pass without a backward pass
         if isinstance(module, FSDPModule):
             module.reshard()
-    results = (
-        _reduce_and_compute(metrics, accelerator)
-        if multilabel_metrics is None
-        else multilabel_metrics.compute(accelerator)
-    )
+    results = metrics.compute(accelerator)
     elapsed = time.perf_counter() - started
     return {**results, "images_per_second": round(results["examples"] / elapsed, 2)}
 
 
 def _forward_batches(
-    model: nn.Module, batches: Iterable[Batch], metrics: ClassificationMetrics | None
+    model: nn.Module, batches: Iterable[Batch], metrics: Sequence[Metric]
 ) -> Iterator[_EvaluatedBatch]:
     """Compute the logits of each batch, and update the metrics on the same device."""
     for batch in batches:
         logits_BK = model(batch.images_BCHW).float()[: len(batch.labels_B)]
-        if metrics is not None:
-            metrics.update(logits_BK, batch.labels_B)
+        for metric in metrics:
+            metric.update(logits_BK, batch.labels_B, batch.indices)
         yield logits_BK, batch.labels_B, batch.indices
 
 
@@ -126,9 +119,9 @@ def _wait_for_copy(batch: _EvaluatedBatch, event: torch.cuda.Event) -> _Evaluate
     return batch
 
 
-def _force_eager(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def _force_eager() -> contextlib.AbstractContextManager[Any]:
     """Run the model uncompiled, as published, so that no evaluation batch size is compiled."""
-    if getattr(model, "_compiled_call_impl", None) is None:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and set_stance imports it for 1 s
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
@@ -163,15 +156,16 @@ class Evaluator:
         self._temperature = temperature
         self._fit_calibration = fit_calibration
         self._num_mistakes = num_mistakes
-        metrics = ClassificationMetrics(loader.num_classes)
-        self._calibrated_metrics = _TemperatureScaledMetrics(metrics, temperature or 1.0)
+        self._calibrated_metrics = ClassificationMetrics(
+            loader.num_classes, temperature=temperature or 1.0
+        )
         self._temperature_fitter = TemperatureFitter(len(loader.labels), loader.num_classes)
         self._top_losses = TopLosses(num_mistakes)
         self.metrics: dict[str, Any] = {}
 
     def evaluate(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
         """Evaluate a model and keep its metrics. Returns: same as the function `evaluate`."""
-        optional = (
+        optional: tuple[tuple[Metric, bool], ...] = (
             (self._calibrated_metrics, self._temperature is not None),
             (self._temperature_fitter, self._fit_calibration and self._multilabel_metrics is None),
             (self._top_losses, self._num_mistakes > 0 and self._multilabel_metrics is None),
@@ -185,11 +179,6 @@ class Evaluator:
             multilabel_metrics=self._multilabel_metrics,
         )
         return self.metrics
-
-    def evaluate_in_detail(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
-        """Evaluate a model. Returns: same as `results`."""
-        self.evaluate(model, batch_size=batch_size)
-        return self.results()
 
     def results(self) -> dict[str, Any]:
         """Return detailed results of the last evaluation; all ranks must call this.
@@ -207,74 +196,16 @@ class Evaluator:
                 results["thresholds"] = self._multilabel_metrics.thresholds
             mistakes = self._multilabel_metrics.top_losses(self._num_mistakes)
         elif self._fit_calibration:
-            device = accelerator.device
-            results["temperature"] = self._temperature_fitter.fit(
-                lambda sums: torch.as_tensor(accelerator.reduce(sums.to(device), "sum")).cpu()
-            )
+            results["temperature"] = self._temperature_fitter.compute(accelerator)
         if self._temperature is not None:
-            calibrated = _reduce_and_compute(self._calibrated_metrics.metrics, accelerator)
+            calibrated = self._calibrated_metrics.compute(accelerator)
             calibration = {key: calibrated[key] for key in ("loss", "ece", "calibration")}
             results["calibrated"] = {"temperature": self._temperature, **calibration}
         if self._num_mistakes:
             if self._multilabel_metrics is None:
-                all_mistakes = _gather_mistakes(
-                    self._top_losses.mistakes, self._num_mistakes, accelerator
-                )
-                mistakes = select_top_losses(all_mistakes, self._num_mistakes)
+                mistakes = self._top_losses.compute(accelerator)
             results["mistakes"] = [
                 {"index": mistake["index"], "name": split.name_of(mistake["index"]), **mistake}
                 for mistake in mistakes
             ]
         return results
-
-
-class _TemperatureScaledMetrics:
-    """Classification metrics of logits divided by a temperature."""
-
-    def __init__(self, metrics: ClassificationMetrics, temperature: float) -> None:
-        self.metrics = metrics
-        self.temperature = temperature
-
-    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
-        self.metrics.update(logits_BK.double() / self.temperature, labels_B)
-
-
-def _reduce_and_compute(metrics: ClassificationMetrics, accelerator: Accelerator) -> dict[str, Any]:
-    """Sum the metrics over all ranks and compute the result."""
-    device = accelerator.device
-    sums = torch.as_tensor(accelerator.reduce(metrics.state().to(device), "sum"))
-    # ranks may have different numbers of images
-    pairs_N = accelerator.pad_across_processes(
-        metrics.class_pairs().to(device), dim=0, pad_index=-1
-    )
-    pairs_N = torch.as_tensor(accelerator.gather(pairs_N))
-    return (
-        ClassificationMetrics(metrics.num_classes, device=device)
-        .load_state(sums, pairs_N)
-        .compute()
-    )
-
-
-_MISTAKE_KEYS = ("index", "label", "predicted", "confidence", "loss")
-
-
-def _gather_mistakes(
-    mistakes: Sequence[dict[str, Any]], limit: int, accelerator: Accelerator
-) -> list[dict[str, Any]]:
-    """Gather the mistakes of all ranks in one tensor; float64 represents every index exactly."""
-    if accelerator.num_processes == 1:
-        return list(mistakes)
-    table = torch.full(
-        (limit, len(_MISTAKE_KEYS)), -1.0, dtype=torch.float64, device=accelerator.device
-    )
-    for row, mistake in enumerate(mistakes):
-        table[row] = torch.tensor(
-            [float(mistake[key]) for key in _MISTAKE_KEYS], dtype=torch.float64
-        )
-    rows = torch.as_tensor(accelerator.gather(table)).tolist()
-    return [
-        {"index": int(row[0]), "label": int(row[1]), "predicted": int(row[2])}
-        | {"confidence": row[3], "loss": row[4]}
-        for row in rows
-        if row[0] >= 0
-    ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,14 +21,17 @@ from torch import Tensor
 from finetune.errors import DataError, DivergedError
 from finetune.evaluation.confusion import ConfusionMatrix
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 __all__ = [
     "NUM_BINS",
     "ClassificationMetrics",
+    "Metric",
     "TopLosses",
     "mean_ignoring_none",
     "mean_std",
     "per_class_rates",
-    "select_top_losses",
 ]
 
 NUM_BINS = 15  # calibration bins of equal width, as in Guo et al. 2017
@@ -37,40 +40,68 @@ _FIXED_POINT_ONE = 1 << _FIXED_POINT_BITS
 _MAX_LOSS = float(1 << 31)  # a larger loss counts as infinite
 _NUM_FIXED_POINT_SUMS = 1 + NUM_BINS  # loss, and confidence of each bin
 _NUM_COUNTERS = 4  # examples, images with bad logits, images with bad labels, top-5 hits
+_STATE_SIZES = [_NUM_COUNTERS, _NUM_FIXED_POINT_SUMS, _NUM_FIXED_POINT_SUMS, NUM_BINS, NUM_BINS]
+
+
+class Metric(Protocol):
+    """What is measured in one pass over a split: batch by batch, then over all processes."""
+
+    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        """Add a batch of this process: logits, labels, and the positions of the images."""
+
+    def compute(self, accelerator: Accelerator) -> Any:
+        """Compute the result over all processes; each of them must call this."""
 
 
 class ClassificationMetrics:
     """Single-label classification metrics: loss, accuracies, calibration and confusion matrix.
 
-    To merge processes, add up `state()` and concatenate `class_pairs()`. `update` only queues work
-    on the device; nothing is copied to the host before `compute`. Needs 8 bytes of memory per
-    image.
+    `update` only queues work on the device; nothing is copied to the host before `compute`. Needs 8
+    bytes of memory per image.
 
     Args:
         num_classes: K.
         device: device of the sums; use the device of the logits.
+        temperature: number by which all logits are divided.
     """
 
-    def __init__(self, num_classes: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        device: torch.device | str = "cpu",
+        temperature: float = 1.0,
+    ) -> None:
         device = torch.device(device)
         if device.type == "mps":  # MPS has no float64
             device = torch.device("cpu")
         self.num_classes = num_classes
-        size = _NUM_COUNTERS + 2 * _NUM_FIXED_POINT_SUMS + 2 * NUM_BINS
-        self._state = torch.zeros(size, dtype=torch.int64, device=device)
-        self._class_pairs: list[Tensor] = []
-        self._bind_views()
+        self.device = device
+        self._temperature = temperature
+        self._state = torch.zeros(sum(_STATE_SIZES), dtype=torch.int64, device=device)
+        # views of the state, which one reduction sums over processes
+        (
+            self._counters,
+            self._whole_sums,
+            self._fraction_sums,
+            self._bin_counts,
+            self._bin_correct,
+        ) = self._state.split(_STATE_SIZES)
+        self._class_pairs: list[Tensor] = []  # true * K + predicted; -1 for bad labels or logits
 
-    def update(self, logits_BK: Tensor, labels_B: Tensor) -> None:
+    def update(
+        self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64] | None = None
+    ) -> None:
         """Add a batch; B may be 0.
 
         Args:
             logits_BK: logits of any floating-point dtype; converted to float64 here.
             labels_B: class indices in [0, K).
+            indices: not used.
         """
-        num_classes, device = self.num_classes, self._state.device
-        logits_BK = logits_BK.detach().to(device, torch.float64)
-        labels_B = labels_B.to(device, torch.int64)
+        num_classes = self.num_classes
+        logits_BK = logits_BK.detach().to(self.device, torch.float64) / self._temperature
+        labels_B = labels_B.to(self.device, torch.int64)
         if logits_BK.shape != (len(labels_B), num_classes):
             raise ValueError(
                 f"logits {tuple(logits_BK.shape)} do not fit {len(labels_B)} labels of "
@@ -107,27 +138,12 @@ class ClassificationMetrics:
         )
         self._add_fixed_point(1 + bins_B, confidence_B, valid_B)
 
-    def state(self) -> Tensor:
-        """Return all sums as one int64 vector; add it up over processes for `load_state`."""
-        return self._state
-
-    def class_pairs(self) -> Tensor:
-        """Return true * K + predicted for each image, (N,) int64; concatenate it over processes.
-
-        -1 marks an image with a bad label or bad logits, or padding of a gather.
-        """
-        return torch.cat([self._state[:0], *self._class_pairs])
-
-    def load_state(self, state: Tensor, class_pairs_N: Tensor) -> ClassificationMetrics:
-        """Replace sums and class pairs, for example by those of all processes; return self."""
-        if state.shape != self._state.shape or state.dtype != torch.int64:
-            raise ValueError(f"expected {tuple(self._state.shape)} int64, got {tuple(state.shape)}")
-        self._state, self._class_pairs = state.clone(), [class_pairs_N.clone()]
-        self._bind_views()
-        return self
-
-    def compute(self) -> dict[str, Any]:
+    def compute(self, accelerator: Accelerator | None = None) -> dict[str, Any]:
         """Compute the metrics as plain numbers and lists, ready for JSON.
+
+        Args:
+            accelerator: adds the images of all processes; None for those of this process only.
+        Returns: a dict with these keys.
 
         "loss" is the mean cross-entropy in nats. "top5" counts the best min(5, K) classes, so it
         is 1 for K <= 5. "ece" is the expected calibration error over 15 confidence bins of equal
@@ -142,7 +158,15 @@ class ClassificationMetrics:
         Raises: DivergedError if a logit or a loss was not finite; DataError if a label was out of
             range or the split has no examples.
         """
-        examples, bad_logits, bad_labels, top5 = self._counters.tolist()
+        state, pairs_N = self._state, torch.cat([self._state[:0], *self._class_pairs])
+        if accelerator is not None:
+            device = accelerator.device
+            state = torch.as_tensor(accelerator.reduce(state.to(device), "sum"))
+            # ranks may have different numbers of images; -1 is ignored
+            padded_N = accelerator.pad_across_processes(pairs_N.to(device), dim=0, pad_index=-1)
+            pairs_N = torch.as_tensor(accelerator.gather(padded_N))
+        counters, whole_sums, fraction_sums, bin_counts, bin_correct = state.split(_STATE_SIZES)
+        examples, bad_logits, bad_labels, top5 = counters.tolist()
         if bad_labels:
             raise DataError(
                 f"evaluation: {bad_labels} labels are outside 0…{self.num_classes - 1}; "
@@ -157,11 +181,11 @@ class ClassificationMetrics:
             )
         if not examples:
             raise DataError("evaluation: the split has no images; add some", code="data.empty")
-        matrix = self._confusion_matrix()
-        wholes, fractions = self._whole_sums.tolist(), self._fraction_sums.tolist()
+        matrix = self._confusion_matrix(pairs_N)
+        wholes, fractions = whole_sums.tolist(), fraction_sums.tolist()
         # Python integers cannot overflow
         sums = [w * _FIXED_POINT_ONE + f for w, f in zip(wholes, fractions, strict=True)]
-        correct, counts = self._bin_correct.tolist(), self._bin_counts.tolist()
+        correct, counts = bin_correct.tolist(), bin_counts.tolist()
         per_class = per_class_rates(
             matrix.support_K, matrix.num_predicted_K, matrix.true_positives_K
         )
@@ -192,20 +216,8 @@ class ClassificationMetrics:
             ],
         }
 
-    def _bind_views(self) -> None:
-        """Split the state vector into named views."""
-        sizes = [_NUM_COUNTERS, _NUM_FIXED_POINT_SUMS, _NUM_FIXED_POINT_SUMS, NUM_BINS, NUM_BINS]
-        (
-            self._counters,
-            self._whole_sums,
-            self._fraction_sums,
-            self._bin_counts,
-            self._bin_correct,
-        ) = self._state.split(sizes)
-
-    def _confusion_matrix(self) -> ConfusionMatrix:
-        """Count the class pairs."""
-        pairs_N = self.class_pairs()
+    def _confusion_matrix(self, pairs_N: Tensor) -> ConfusionMatrix:
+        """Count the pairs true * K + predicted; -1 is padding, or a bad label or bad logits."""
         pairs_M, count_M = pairs_N[pairs_N >= 0].unique(return_counts=True)
         true_M, predicted_M = (pairs_M // self.num_classes), pairs_M % self.num_classes
         true_M, predicted_M, count_M = (
@@ -284,14 +296,19 @@ def mean_ignoring_none(values: Iterable[float | None]) -> float:
 
 
 Mistake = dict[str, Any]
+_MISTAKE_KEYS = ("index", "label", "predicted", "confidence", "loss")
 
 
 class TopLosses:
-    """Collect the wrong predictions with the largest losses on this process."""
+    """Collect the wrong predictions with the largest losses.
+
+    Args:
+        limit: number of wrong predictions to keep.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.mistakes: list[Mistake] = []
+        self._mistakes: list[Mistake] = []  # of this process
 
     def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
         """Add a batch.
@@ -310,13 +327,32 @@ class TopLosses:
         columns = (labels_B, predicted_B, confidence_B.exp(), losses_B)
         values = zip(*(column[order].tolist() for column in columns), strict=True)
         rows = zip(indices[order.numpy()].tolist(), values, strict=True)
-        names = ("index", "label", "predicted", "confidence", "loss")
         mistakes = [
-            dict(zip(names, (index, *row), strict=True)) for index, row in rows if row[-1] > 0
+            dict(zip(_MISTAKE_KEYS, (index, *row), strict=True))
+            for index, row in rows
+            if row[-1] > 0
         ]
-        self.mistakes = select_top_losses([*self.mistakes, *mistakes], self.limit)
+        self._mistakes = self._select([*self._mistakes, *mistakes])
 
+    def compute(self, accelerator: Accelerator) -> list[Mistake]:
+        """Return the mistakes with the largest losses over all processes, largest loss first.
 
-def select_top_losses(mistakes: Iterable[Mistake], limit: int) -> list[Mistake]:
-    """Return the `limit` mistakes with the largest loss, for example over all processes."""
-    return sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["index"]))[:limit]
+        Returns: {"index", "label", "predicted", "confidence", "loss"} for each image.
+        """
+        if accelerator.num_processes == 1:
+            return self._mistakes
+        # one tensor of the same shape on every rank; float64 represents every index exactly
+        table = torch.full((self.limit, len(_MISTAKE_KEYS)), -1.0, dtype=torch.float64)
+        for row, mistake in enumerate(self._mistakes):
+            table[row] = torch.tensor(list(mistake.values()), dtype=torch.float64)
+        rows = torch.as_tensor(accelerator.gather(table.to(accelerator.device))).tolist()
+        return self._select(
+            {"index": int(row[0]), "label": int(row[1]), "predicted": int(row[2])}
+            | {"confidence": row[3], "loss": row[4]}
+            for row in rows
+            if row[0] >= 0
+        )
+
+    def _select(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
+        largest_first = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["index"]))
+        return largest_first[: self.limit]

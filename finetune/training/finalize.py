@@ -112,7 +112,8 @@ def finalize_run(
             thresholds=results.get("thresholds") or [DEFAULT_THRESHOLD] * setup.num_classes,
             num_mistakes=NUM_MISTAKES,
         )
-        results["test"] = evaluator.evaluate_in_detail(trainer.eval_model(), batch_size=batch_size)
+        evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
+        results["test"] = evaluator.results()
         _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
     if trainer.is_main_process:
         history = run.read_metrics()

@@ -154,7 +154,7 @@ class TestDevicePlacement:
             meter.update(logits_BK.sum(), logits_BK, batch.labels_B, step_taken=is_finite)
             metrics.update(logits_BK, batch.labels_B)
             delayed_scalars.send(is_finite)
-        assert {meter.local_sums().device, metrics.state().device} == {GPU}
+        assert {meter.local_sums().device, metrics.device} == {GPU}
         assert delayed_scalars.receive() == []  # the value arrives with the next step
 
     def test_logits_reach_the_host_one_batch_later(self, fake_gpu: None) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from lockstep import run_in_lockstep
 from scipy.optimize import minimize_scalar
 
 from finetune.evaluation import calibration as calibrate
@@ -38,31 +38,12 @@ def test_temperature_matches_scipys_minimum(scale: float) -> None:
 def test_two_processes_fit_the_same_temperature() -> None:
     logits, labels = sample_logits(2.5, num=999)
     whole = fit_temperature(logits, labels)
-    second_half = (logits[400:], labels[400:])
-    # two processes in lockstep; each adds the other's sums
-    barrier = threading.Barrier(2)
-    shared: dict[int, torch.Tensor] = {}
-    temperatures: dict[int, float] = {}
-
-    def fit_on_rank(rank: int, part: tuple[torch.Tensor, torch.Tensor]) -> None:
-        def all_reduce(sums: torch.Tensor) -> torch.Tensor:
-            shared[rank] = sums
-            barrier.wait()
-            both = shared[0] + shared[1]
-            barrier.wait()
-            return both
-
-        temperatures[rank] = fit_temperature(*part, all_reduce=all_reduce)
-
-    threads = [
-        threading.Thread(target=fit_on_rank, args=(0, (logits[:400], labels[:400]))),
-        threading.Thread(target=fit_on_rank, args=(1, second_half)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert temperatures == {0: whole, 1: whole}
+    parts = [(logits[:400], labels[:400]), (logits[400:], labels[400:])]
+    assert whole == run_in_lockstep(
+        lambda rank, accelerator: fit_temperature(
+            *parts[rank], all_reduce=lambda sums: accelerator.reduce(sums, "sum")
+        )
+    )
 
 
 def test_temperature_stays_within_bounds_without_a_minimum() -> None:
@@ -86,9 +67,17 @@ def test_large_split_is_subsampled_by_image_index(monkeypatch) -> None:
     two_parts = TemperatureFitter(30, 7)
     for part in (slice(0, 11), slice(11, 30)):
         two_parts.update(logits[part], labels[part], indices[part])
-    assert one_process.fit() == two_parts.fit() == fit_temperature(logits[::3].float(), labels[::3])
+    temperatures = {each.compute(Accelerator(cpu=True)) for each in (one_process, two_parts)}
+    assert temperatures == {fit_temperature(logits[::3].float(), labels[::3])}
 
 
 def test_process_without_logits_can_fit() -> None:
-    fitter = TemperatureFitter(1, 5)
-    assert fitter.fit(lambda sums: sums + torch.tensor([0.0, 1.0])) == pytest.approx(1.0)
+    logits, labels = sample_logits(2.5, num=50)
+
+    def fit_on_rank(rank: int, accelerator: Accelerator) -> float:
+        fitter = TemperatureFitter(50, 7)
+        if rank == 0:
+            fitter.update(logits, labels, np.arange(50))
+        return fitter.compute(accelerator)
+
+    assert run_in_lockstep(fit_on_rank) == fit_temperature(logits.float(), labels)

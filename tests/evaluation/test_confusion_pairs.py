@@ -50,7 +50,8 @@ def evaluate_classifier(num_images: int, num_classes: int) -> dict[str, object]:
     evaluator = Evaluator(
         loader, accelerator, temperature=2.0, fit_calibration=True, num_mistakes=5
     )
-    return evaluator.evaluate_in_detail(model, batch_size=4)
+    evaluator.evaluate(model, batch_size=4)
+    return evaluator.results()
 
 
 def evaluate_and_write(num_images: int, num_classes: int, out: Path) -> None:

@@ -50,9 +50,9 @@ def accelerator() -> Accelerator:
 def evaluate_in_detail(
     loader: ImageLoader, accelerator: Accelerator, **options: Any
 ) -> dict[str, Any]:
-    return Evaluator(loader, accelerator, **options).evaluate_in_detail(
-        Brightness(), batch_size=100
-    )
+    evaluator = Evaluator(loader, accelerator, **options)
+    evaluator.evaluate(Brightness(), batch_size=100)
+    return evaluator.results()
 
 
 def test_detailed_evaluation_without_options_matches_evaluate(loader, accelerator) -> None:
@@ -110,6 +110,6 @@ def test_non_finite_logits_are_refused(loader, accelerator) -> None:
             return torch.full((len(images_BCHW), 10), float("nan"))
 
     with refused("diverged.outputs", "355 of 355"):
-        Evaluator(loader, accelerator, fit_calibration=True, num_mistakes=3).evaluate_in_detail(
+        Evaluator(loader, accelerator, fit_calibration=True, num_mistakes=3).evaluate(
             NanModel(), batch_size=50
         )

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from lockstep import run_in_lockstep
 
-from finetune.evaluation.metrics import TopLosses, select_top_losses
+from finetune.evaluation.metrics import TopLosses
 
 
 def collect_top_losses(
-    logits: torch.Tensor, labels: torch.Tensor, *, limit: int, batch_size: int
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    limit: int,
+    batch_size: int,
+    rank: int = 0,
+    accelerator: Accelerator | None = None,
 ) -> list[dict]:
+    """Return the top losses; a rank of two has every second image."""
+    accelerator = accelerator or Accelerator(cpu=True)
+    indices = np.arange(len(labels))[rank :: accelerator.num_processes]
     top_losses = TopLosses(limit)
-    for start in range(0, len(labels), batch_size):
-        part = slice(start, start + batch_size)
-        top_losses.update(logits[part], labels[part], np.arange(len(labels))[part])
-    return top_losses.mistakes
+    for start in range(0, len(indices), batch_size):
+        batch = indices[start : start + batch_size]
+        top_losses.update(logits[batch], labels[batch], batch)
+    return top_losses.compute(accelerator)
 
 
 def test_only_mistakes_in_order_of_decreasing_loss() -> None:
@@ -40,13 +51,11 @@ def test_order_does_not_depend_on_batches_or_ties() -> None:
     expected = collect_top_losses(logits, labels, limit=10, batch_size=120)
     assert len(expected) == 10
     assert expected == collect_top_losses(logits, labels, limit=10, batch_size=7)
-    halves = [
-        collect_top_losses(logits[i::2], labels[i::2], limit=10, batch_size=50) for i in (0, 1)
-    ]
-    for i, half in enumerate(halves):
-        for mistake in half:
-            mistake["index"] = mistake["index"] * 2 + i
-    assert select_top_losses([*halves[0], *halves[1]], 10) == expected
+    assert expected == run_in_lockstep(
+        lambda rank, accelerator: collect_top_losses(
+            logits, labels, limit=10, batch_size=50, rank=rank, accelerator=accelerator
+        )
+    )
 
 
 def test_no_images_and_no_mistakes_give_an_empty_list() -> None:
@@ -55,4 +64,4 @@ def test_no_images_and_no_mistakes_give_an_empty_list() -> None:
         torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64)
     )
     mistakes.update(torch.eye(4), torch.arange(4), np.arange(4))
-    assert mistakes.mistakes == []
+    assert mistakes.compute(Accelerator(cpu=True)) == []

@@ -63,8 +63,8 @@ def check_same_training(run: Path, reference: Path) -> tuple[float, list[int]]:
 # Processes, started one by one --------------------------------------------------------------------
 
 # Number of processes, the rank to kill, and its kill point. A rank other than 0 has two points per
-# step. Rank 0 also counts those of its checkpoint thread, so where it is killed depends on the load;
-# ten steps of rank 1 always leave a published checkpoint of two processes.
+# step; rank 0 also counts those of its checkpoint thread, so where it is killed depends on the
+# load. Nine steps of rank 1 always leave a published checkpoint of two processes.
 KILL_PLAN = [(3, 1, 8), (2, 0, 60), (3, 2, 6), (2, 1, 20), (3, 0, 40)]
 
 

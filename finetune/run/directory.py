@@ -35,7 +35,6 @@ from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
     check_is_run_folder,
-    check_json_types,
     check_no_symlinks,
     load_json,
     open_lock_file,
@@ -43,6 +42,7 @@ from finetune.run.integrity import (
     remove_leftovers,
     remove_path,
 )
+from finetune.run.schema import check_json_types
 
 __all__ = ["RunDir", "format_json"]
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +25,6 @@ __all__ = [
     "MAX_LARGE_BYTES",
     "SPLIT_METRICS",
     "check_is_run_folder",
-    "check_json_types",
     "check_no_symlinks",
     "load_json",
     "open_lock_file",
@@ -123,83 +120,6 @@ def parse_metrics_line(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
-
-
-# Types of JSON values -----------------------------------------------------------------------------
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53  # not a bool
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # finite as a float
-
-
-def _is_list_of(value: Any, item_type: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, item_type) for each in value)
-
-
-def _is_split_metrics(value: Any) -> bool:
-    """True if a value is the metrics dict of a split, or None."""
-    names = ("balanced_accuracy", *itertools.chain(*SPLIT_METRICS.values()))
-    return value is None or (
-        isinstance(value, dict) and all(_is_number(value.get(name, 0)) for name in names)
-    )
-
-
-_TypeCheck = tuple[Callable[[Any], bool], str]
-_OBJECT = (lambda value: isinstance(value, dict), "an object")
-_TEXT = (lambda value: isinstance(value, str), "a string")
-_SPLIT = (_is_split_metrics, "the metrics of a split")
-# The values that other code reads; a key may be missing.
-_TYPES: dict[str, dict[str, _TypeCheck]] = {
-    "run.json": {
-        **dict.fromkeys(("status", "precision"), _TEXT),
-        **dict.fromkeys(("split_fingerprints", "device", "versions", "pushed"), _OBJECT),
-        **dict.fromkeys(("plan", "plan.weights", "plan.images"), _OBJECT),
-        "teacher": _OBJECT,
-        **dict.fromkeys(("teacher.architecture", "teacher.split"), _TEXT),
-        **dict.fromkeys(("teacher.parameters", "teacher.examples"), (_is_count, "a count")),
-        "teacher.top1": (_is_number, "a number"),
-        "plan.steps": (lambda value: _is_count(value) and value > 0, "a number of steps"),
-        "plan.images_read": (_is_count, "a number of images"),
-        "plan.steps_per_epoch": (
-            lambda value: _is_number(value) and value > 0,
-            "a positive number",
-        ),
-    },
-    "results.json": {
-        **dict.fromkeys(("val", "test", "train"), _SPLIT),
-        **dict.fromkeys(("steps", "best_step"), (_is_count, "a number of steps")),
-        "claims": (lambda value: _is_list_of(value, dict), "a list of objects"),
-        "warnings": (lambda value: _is_list_of(value, str), "a list of strings"),
-    },
-}
-
-
-def check_json_types(path: Path, content: Any) -> dict[str, Any]:
-    """Check the types of the values in run.json or results.json.
-
-    Args:
-        path: the file, whose name selects the expected types.
-    Returns: the content.
-    Raises: CheckpointError naming the first key whose value has the wrong type.
-    """
-    advice = "restore it from a copy, or train in another --out"
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path}: contains no JSON object; {advice}", code="checkpoint.damaged"
-        )
-    for key, (fits, expected) in _TYPES.get(path.name, {}).items():
-        section, _, name = key.rpartition(".")
-        values = content.get(section, {}) if section else content
-        if name in values and not fits(values[name]):
-            raise CheckpointError(
-                f"{path}: '{key}' is {values[name]!r:.40}, not {expected}; {advice}",
-                code="checkpoint.damaged",
-            )
-    return content
 
 
 # Content of a folder ------------------------------------------------------------------------------

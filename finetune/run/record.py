@@ -1,11 +1,11 @@
-"""The record of a run, run.json: its fields and its status, and how to read and write it."""
+"""The record of a run, run.json: read it, write it, and update its status."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from finetune.errors import CheckpointError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count
@@ -13,6 +13,7 @@ from finetune.recipe.load import DistillSection, load_run_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
+from finetune.run.schema import RunRecord
 
 __all__ = [
     "RunRecord",
@@ -22,26 +23,6 @@ __all__ = [
     "record_status",
     "write_record",
 ]
-
-
-class RunRecord(TypedDict, total=False):
-    """The content of run.json; fields are added while the run proceeds."""
-
-    started: str  # first start, ISO 8601
-    status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
-    versions: dict[str, str]  # versions of Python and the packages
-    device: dict[str, Any]  # type, name, threads
-    num_processes: int
-    commit: str | None  # finetune's commit; None if built without a checkout
-    argv: list[str]  # the command line, without secrets
-    precision: str  # "fp32", "bf16" or "fp16"
-    data_fingerprint: str  # sha256 over all of `split_fingerprints`
-    split_fingerprints: dict[str, str]  # sha256 of each split, and of the class names
-    weights_sha256: str | None  # sha256 of the weights file that training started from
-    teacher: dict[str, Any]  # `Distillation.teacher_info`; only with `distill`
-    plan: dict[str, Any]  # `TrainingSetup.plan`, written after the images are decoded
-    micro_batch: dict[str, Any]  # size and machine; only with `data.micro_batch: auto`
-    pushed: dict[str, Any]  # result of `push`
 
 
 def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:

@@ -6,14 +6,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from refusals import refused
 
 from finetune.run.integrity import (
     check_is_run_folder,
-    check_json_types,
     check_no_symlinks,
     load_json,
     open_lock_file,
@@ -81,43 +79,6 @@ def test_metrics_line_needs_an_integer_step() -> None:
     assert parse_metrics_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
     for text in (b"", b"[1]", b'{"step": "1"}', b'{"st', b"\xff", b"[" * 100_000, b"{" * 100):
         assert parse_metrics_line(text) is None
-
-
-# Types --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, content, key",
-    [
-        ("run.json", {"status": 7}, "status"),
-        ("run.json", {"plan": []}, "plan"),
-        ("run.json", {"plan": None}, "plan"),
-        ("run.json", {"plan": {"steps": "many"}}, "plan.steps"),
-        ("run.json", {"plan": {"steps": True}}, "plan.steps"),
-        ("run.json", {"plan": {"steps": 0}}, "plan.steps"),
-        ("run.json", {"plan": {"steps_per_epoch": -1.0}}, "plan.steps_per_epoch"),
-        ("run.json", {"plan": {"weights": 3}}, "plan.weights"),
-        ("run.json", {"split_fingerprints": 7}, "split_fingerprints"),
-        ("run.json", {"device": "cpu"}, "device"),
-        ("results.json", {"test": 3}, "test"),
-        ("results.json", {"test": {"top1": "high"}}, "test"),
-        ("results.json", {"claims": [3]}, "claims"),
-        ("results.json", {"warnings": "none"}, "warnings"),
-        ("results.json", {"steps": 1.5}, "steps"),
-    ],
-)
-def test_value_of_the_wrong_type_is_named(name: str, content: dict[str, Any], key: str) -> None:
-    with refused("checkpoint.damaged", name, f"'{key}'"):
-        check_json_types(Path(name), content)
-    assert check_json_types(Path("other.json"), content) == content
-
-
-def test_missing_keys_and_null_are_accepted() -> None:
-    plan = {"steps": 4, "images_read": 3, "steps_per_epoch": 0.5, "weights": {}, "images": {}}
-    for content in ({}, {"plan": {}}, {"plan": plan, "status": "done"}):
-        assert check_json_types(Path("run.json"), content) == content
-    content = {"val": None, "test": {"top1": 0.5, "ece": 0, "examples": 3}, "claims": []}
-    assert check_json_types(Path("results.json"), content) == content
 
 
 # Recognizing run folders --------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""The fields of run.json and results.json, and the check of their types when a file is read.
+
+Every field may be missing, because files are written step by step and by other versions. Unknown
+fields are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from finetune.errors import CheckpointError
+
+__all__ = ["Results", "RunRecord", "check_json_types"]
+
+# strict: text is not parsed as a number, and True is not 1
+_CONFIG = ConfigDict(strict=True, extra="allow")
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Number = Annotated[float, Field(gt=-1e300, lt=1e300)]
+
+
+class PlanRecord(TypedDict, total=False):
+    """The checked part of `TrainingSetup.plan`."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    steps: Annotated[int, Field(gt=0, lt=2**53)]
+    steps_per_epoch: Annotated[float, Field(gt=0, lt=1e300)]
+    images_read: _Count
+    images: dict[str, Any]
+    weights: dict[str, Any]
+
+
+class TeacherRecord(TypedDict, total=False):
+    """`Distillation.teacher_info`."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    architecture: str
+    parameters: _Count
+    top1: _Number
+    split: str
+    examples: _Count
+
+
+class RunRecord(TypedDict, total=False):
+    """The content of run.json; fields are added while the run proceeds."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    started: str  # first start, ISO 8601
+    status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
+    versions: dict[str, Any]  # versions of Python and the packages
+    device: dict[str, Any]  # type, name, threads
+    num_processes: int
+    commit: str | None  # finetune's commit; None if built without a checkout
+    argv: list[str]  # the command line, without secrets
+    precision: str  # "fp32", "bf16" or "fp16"
+    data_fingerprint: str  # sha256 over all of `split_fingerprints`
+    split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
+    weights_sha256: str | None  # sha256 of the weights file that training started from
+    teacher: TeacherRecord  # only with `distill`
+    plan: PlanRecord  # written after the images are decoded
+    # size and machine, only with `data.micro_batch: auto`; a size that does not fit is ignored
+    micro_batch: Annotated[dict[str, Any], SkipValidation]
+    pushed: dict[str, Any]  # result of `push`
+
+
+class SplitMetrics(TypedDict, total=False):
+    """The checked metrics of a split; which of them it has depends on `data.task`."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    examples: _Number
+    loss: _Number
+    top1: _Number
+    top5: _Number
+    ece: _Number
+    balanced_accuracy: _Number
+    map: _Number
+    macro_f1: _Number
+    micro_f1: _Number
+
+
+class Results(TypedDict, total=False):
+    """The content of results.json."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    val: SplitMetrics | None
+    test: SplitMetrics | None
+    train: SplitMetrics | None  # the last line of the training metrics
+    steps: _Count
+    best_step: _Count
+    claims: list[dict[str, Any]]
+    warnings: list[str]
+
+
+_ADAPTERS: Mapping[str, TypeAdapter[Any]] = {
+    "run.json": TypeAdapter(RunRecord),
+    "results.json": TypeAdapter(Results),
+}
+
+
+def check_json_types(path: Path, content: Any) -> dict[str, Any]:
+    """Check the types of the values in run.json or results.json.
+
+    Args:
+        path: the file, whose name selects the expected types; other files need to be an object.
+        content: the parsed JSON.
+    Returns: the content.
+    Raises: CheckpointError naming the first key whose value has the wrong type.
+    """
+    advice = "restore it from a copy, or train in another --out"
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path}: contains no JSON object; {advice}", code="checkpoint.damaged"
+        )
+    if path.name in _ADAPTERS:
+        try:
+            _ADAPTERS[path.name].validate_python(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            expected = first["msg"].removeprefix("Input should be ")
+            raise CheckpointError(
+                f"{path}: '{key}' is {first['input']!r:.40}, not {expected}; {advice}",
+                code="checkpoint.damaged",
+            ) from None
+    return content

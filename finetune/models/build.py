@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import timm
 import torch
@@ -17,7 +17,6 @@ from timm.data.config import resolve_data_config
 from timm.models import VisionTransformer
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, did_you_mean
 from finetune.formatting import format_bytes
@@ -291,52 +290,77 @@ def _create_model(
     Raises: RecipeError naming the argument that the network does not support; WeightsError if the
         config.json of the weights has a value that timm rejects.
     """
-    choices = {key: list(DROPOUT_KEYWORDS[key]) for key, rate in dropout_rates.items() if rate}
-    while True:
-        dropout_args = {kw: dropout_rates[key] for key, kws in choices.items() for kw in kws[0]}
-        kwargs = {**model_args, **dropout_args, "num_classes": num_classes}
-        try:
-            if args or weights.from_config:
-                _check_memory(weights, kwargs)
-            model = timm.create_model(
+    kwargs = {**model_args, "num_classes": num_classes}
+    rates = {key: rate for key, rate in dropout_rates.items() if rate}
+    dropout_args: dict[str, Any] = {}
+    try:
+        # first without memory: for its size, and for the arguments of its class
+        is_checked = bool(rates or args or weights.from_config)
+        network = _create_on_meta(weights, kwargs) if is_checked else None
+    except Exception as error:  # timm's networks raise many types for invalid arguments
+        raise _creation_error(weights, args, image_size, error) from error
+    if network is not None:
+        _check_memory(network, weights)
+        for key, rate in rates.items():
+            dropout_args |= _dropout_arguments(key, rate, network, weights.architecture)
+    try:
+        model = timm.create_model(
+            weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs, **dropout_args
+        )
+    except Exception as error:  # see above
+        raise _creation_error(weights, args, image_size, error) from error
+    return model, dropout_args
+
+
+def _create_on_meta(weights: Weights, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Create a network whose tensors have no values; with values if it needs them."""
+    try:
+        with torch.device("meta"):
+            return timm.create_model(
                 weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
             )
-        except WeightsError:
-            raise
-        except Exception as error:  # timm's networks raise many types for invalid arguments
-            key = next((k for k, o in choices.items() if _unexpected_keyword(error) in o[0]), None)
-            if key is None:
-                raise _creation_error(weights, args, image_size, error) from error
-            choices[key].pop(0)
-            if not choices[key]:
-                raise RecipeError(
-                    f"model.{key}: {weights.architecture} does not support it; set it to 0",
-                    code="recipe.unsupported",
-                ) from error
-        else:
-            return model, dropout_args
-
-
-class _SkipInitMode(TorchDispatchMode):
-    """Skips in-place operations on meta tensors, so that weight initialization costs no time."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func._schema.name.endswith("_") and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _check_memory(weights: Weights, kwargs: Mapping[str, Any]) -> None:
-    """Raise WeightsError, before allocation, if the network needs more memory than the machine."""
-    needed, available = 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # some networks cannot be created on the meta device
-    with torch.device("meta"), _SkipInitMode(), contextlib.suppress(RuntimeError):
-        model = timm.create_model(
+    except RuntimeError:  # some networks compute with values while they are created
+        return timm.create_model(
             weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
         )
-        needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def _constructor_arguments(network: nn.Module) -> list[str]:
+    """Return the names of the arguments of a network's class."""
+    names: list[str] = []
+    for network_class in type(network).__mro__:
+        if "__init__" in vars(network_class):
+            parameters = inspect.signature(network_class.__init__).parameters.values()  # type: ignore[misc]
+            names += [parameter.name for parameter in parameters]
+            for parameter in parameters:  # timm's NaFlexVit also takes the fields of its `cfg`
+                for kind in filter(dataclasses.is_dataclass, get_args(parameter.annotation)):
+                    names += [field.name for field in dataclasses.fields(kind)]
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+                break  # the arguments of the base class are not passed on
+    return names
+
+
+def _dropout_arguments(
+    key: str, rate: float, network: nn.Module, architecture: str
+) -> dict[str, float]:
+    """Return the arguments of a network that set a dropout rate of the recipe.
+
+    Raises: RecipeError if it has none.
+    """
+    accepted = _constructor_arguments(network)
+    for names in DROPOUT_KEYWORDS[key]:
+        if set(names) <= set(accepted):
+            return dict.fromkeys(names, rate)
+    raise RecipeError(
+        f"model.{key}: {architecture} does not support it; set it to 0",
+        code="recipe.unsupported",
+    )
+
+
+def _check_memory(network: nn.Module, weights: Weights) -> None:
+    """Raise WeightsError if a network without values needs more memory than the machine has."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(tensor.nbytes for tensor in network.state_dict().values())
     if needed > available:
         raise WeightsError(
             f"{weights.provenance['source']}: the network's tensors need {format_bytes(needed)}, "
@@ -355,17 +379,32 @@ def _creation_error(
     weights: Weights, args: Mapping[str, Any], image_size: tuple[int, int], error: Exception
 ) -> FinetuneError:
     """Return an error that names the cause: the config.json, model.args or the image size."""
-    own_error = _try_create(weights, None) if weights.from_config else None
-    if own_error is not None:
-        return WeightsError(
-            f"{weights.provenance.get('source')}: config.json: timm cannot build "
-            f"{weights.architecture} from its values ({_first_line(own_error)}); download it again",
-            code="weights.wrong_config",
-        )
+    try:
+        own_network = _create_without_args(weights, None)
+    except Exception as own_error:  # see _create_model
+        own_network = None
+        if weights.from_config:
+            return WeightsError(
+                f"{weights.provenance.get('source')}: config.json: timm cannot build "
+                f"{weights.architecture} from its values ({_first_line(own_error)}); download it "
+                "again",
+                code="weights.wrong_config",
+            )
     if unexpected := _unexpected_keyword(error):
-        return _unknown_argument_error(weights.architecture, unexpected, error)
+        known = [] if own_network is None else _constructor_arguments(own_network)
+        key = "image_size" if unexpected == "img_size" else f"args.{unexpected}"
+        return RecipeError(
+            f"model.{key}: {weights.architecture} has no argument '{unexpected}'"
+            f"{did_you_mean(unexpected, known) or '; remove it'}",
+            code="recipe.unknown_key",
+        )
     timm_args = {k: v for k, v in args.items() if k not in WEIGHTS_FILE_ARGS}
-    if timm_args and _try_create(weights, image_size) is None:
+    try:
+        _create_without_args(weights, image_size)
+        is_size_supported = True
+    except Exception:  # see _create_model
+        is_size_supported = False
+    if timm_args and is_size_supported:
         return RecipeError(
             f"model.args: timm rejected {timm_args} for {weights.architecture} "
             f"({_first_line(error)}); correct them",
@@ -378,44 +417,16 @@ def _creation_error(
     )
 
 
-def _try_create(weights: Weights, image_size: tuple[int, int] | None) -> Exception | None:
-    """Create the network without `model.args`. Returns: the error that timm raises, or None."""
+def _create_without_args(weights: Weights, image_size: tuple[int, int] | None) -> nn.Module:
+    """Create the network without `model.args`."""
     own, _ = _resolve_model_args(weights, {}, image_size)
-    own |= {
-        "num_classes": _pretrained_num_classes(weights),
-        "pretrained_cfg": weights.pretrained_cfg,
-    }
-    failure: Exception | None = None
-    for device in ("meta", "cpu"):  # some networks cannot be created on the meta device
-        try:
-            with torch.device(device), _SkipInitMode():
-                timm.create_model(weights.architecture, **own)
-            return None
-        except Exception as error:  # see _create_model
-            failure = error
-    return failure
+    return _create_on_meta(weights, {**own, "num_classes": _pretrained_num_classes(weights)})
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
     kind = type(error).__name__
     return f"{kind}: {lines[0]}" if isinstance(error, KeyError) else lines[0] or kind
-
-
-def _unknown_argument_error(architecture: str, argument: str, error: Exception) -> RecipeError:
-    names: list[str] = []
-    trace = error.__traceback__
-    while trace is not None:  # the innermost frame with model_cls knows the valid parameters
-        model_cls = trace.tb_frame.f_locals.get("model_cls")
-        if callable(model_cls):
-            names = list(inspect.signature(model_cls).parameters)
-        trace = trace.tb_next
-    key = "image_size" if argument == "img_size" else f"args.{argument}"
-    return RecipeError(
-        f"model.{key}: {architecture} has no argument '{argument}'"
-        f"{did_you_mean(argument, names) or '; remove it'}",
-        code="recipe.unknown_key",
-    )
 
 
 def _check_image_size(model: nn.Module, weights: Weights, image_size: tuple[int, int]) -> None:

@@ -173,25 +173,25 @@ def _find_unmergeable_layers(model: nn.Module, image_size: tuple[int, int]) -> l
     layers = dict(_adapter_layers(model))
     generator = torch.Generator().manual_seed(0)
     mergeable = set()
-    handles = []
+    handles = {}
     for name, layer in layers.items():
 
         def compare(module: Any, inputs: Any, output: Tensor, name: str = name) -> None:
+            handles[name].remove()  # the copy must not have this hook
             merged = copy.deepcopy(module)
-            merged._forward_hooks.clear()
             merged.merge()
             error = (merged.get_base_layer()(*inputs) - output).abs().max()
             if error <= _TOLERANCE * output.abs().max():
                 mergeable.add(name)
 
         layer.lora_B["default"].weight.normal_(std=0.1, generator=generator)
-        handles.append(layer.register_forward_hook(compare))
+        handles[name] = layer.register_forward_hook(compare)
     training = model.training
     model.eval()
     try:
         model(torch.randn(1, 3, *image_size, generator=generator))
     finally:
-        for handle in handles:
+        for handle in handles.values():
             handle.remove()
         for layer in layers.values():
             layer.lora_B["default"].weight.zero_()

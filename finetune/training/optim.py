@@ -158,8 +158,10 @@ def _fused_argument(optimizer_class: Any, args: dict[str, Any], *, sharded: bool
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
     """True if the optimizer itself skips the step, on the device, when its `found_inf` is 1."""
-    is_supported = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(is_supported) and all(group.get("fused") for group in optimizer.param_groups)
+    from torch.optim import SGD, Adagrad, Adam
+
+    is_supported = isinstance(optimizer, Adam | SGD | Adagrad)
+    return is_supported and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _no_decay_names(model: nn.Module) -> Iterator[str]:

@@ -75,6 +75,21 @@ class TestRegularization:
             isinstance(module, nn.Dropout) and module.p == 0.1 for module in built.model.modules()
         )
 
+    @pytest.mark.parametrize(
+        "name, arguments",
+        [
+            ("poolformer_s12", {"proj_drop_rate": 0.1}),  # explicit arguments, then **kwargs
+            ("deit_tiny_distilled_patch16_224", {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}),
+            ("naflexvit_base_patch16_gap", {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}),
+        ],
+    )
+    def test_dropout_uses_the_arguments_that_the_network_has(
+        self, name: str, arguments: dict[str, float]
+    ) -> None:
+        args = {} if name == "poolformer_s12" else {"depth": 1}
+        built = build_model(name, pretrained=False, num_classes=3, dropout=0.1, args=args)
+        assert built.provenance["dropout"] == arguments
+
     @pytest.mark.parametrize("key", ["vit", "shiftvit"])
     def test_gradient_checkpointing_does_not_change_gradients(self, key: str) -> None:
         gradients, x = [], random_images(NETWORKS[key][2])
@@ -118,6 +133,7 @@ class TestErrors:
         [
             ("resnet", {"args": {"img_size": 64}}, "unknown_key", ["model.image_size"]),
             ("resnet", {"attention_dropout": 0.1}, "unsupported", ["model.attention_dropout"]),
+            ("convnext", {"attention_dropout": 0.1}, "unsupported", ["model.attention_dropout"]),
             ("vit", {"posemb": "bicubic"}, "unknown_name", ["model.posemb", "'bicubic'", "timm"]),
             ("vit", {"args": {"img_size": "large"}}, "wrong_value", ["model.args.img_size"]),
             (

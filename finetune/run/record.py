@@ -16,7 +16,6 @@ from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
 __all__ = [
-    "RunRecord",
     "describe_teacher",
     "read_finished_results",
     "read_record",

@@ -15,7 +15,14 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from finetune.errors import CheckpointError
 
-__all__ = ["Results", "RunRecord", "check_json_types"]
+__all__ = [
+    "PlanRecord",
+    "Results",
+    "RunRecord",
+    "SplitMetrics",
+    "TeacherRecord",
+    "check_json_types",
+]
 
 # strict: text is not parsed as a number, and True is not 1
 _CONFIG = ConfigDict(strict=True, extra="allow")

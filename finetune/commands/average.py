@@ -33,7 +33,8 @@ from finetune.ranks import local_world_size
 from finetune.recipe.load import load_run_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import RunRecord, read_record
+from finetune.run.record import read_record
+from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels
 from finetune.training.setup import TrainingSetup, build_setup

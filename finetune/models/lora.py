@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from finetune.errors import RecipeError, SetupError, did_you_mean, install_hint
 from finetune.formatting import pluralize
@@ -173,7 +174,7 @@ def _find_unmergeable_layers(model: nn.Module, image_size: tuple[int, int]) -> l
     layers = dict(_adapter_layers(model))
     generator = torch.Generator().manual_seed(0)
     mergeable = set()
-    handles = {}
+    handles: dict[str, RemovableHandle] = {}
     for name, layer in layers.items():
 
         def compare(module: Any, inputs: Any, output: Tensor, name: str = name) -> None:

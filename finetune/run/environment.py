@@ -15,7 +15,7 @@ import torch
 from finetune import __version__
 from finetune.errors import redact_secrets
 from finetune.precision import native_bf16_instructions
-from finetune.run.record import RunRecord
+from finetune.run.schema import RunRecord
 
 __all__ = ["collect_environment", "package_versions"]
 

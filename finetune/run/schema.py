@@ -38,6 +38,7 @@ class PlanRecord(TypedDict, total=False):
     steps: Annotated[int, Field(gt=0, lt=2**53)]
     steps_per_epoch: Annotated[float, Field(gt=0, lt=1e300)]
     images_read: _Count
+    trainable_parameters: _Count
     images: dict[str, Any]
     weights: dict[str, Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from finetune.data.leakage import find_train_leakage
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
@@ -18,7 +18,8 @@ from finetune.recipe.load import load_recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
 from finetune.run.environment import collect_environment
-from finetune.run.record import RunRecord, read_record, write_record
+from finetune.run.record import read_record, write_record
+from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
 
 __all__ = ["check_no_existing_run", "record_plan", "start_or_resume"]
@@ -115,7 +116,7 @@ def _provenance_record(
         "weights_sha256": setup.built.provenance.get("sha256"),
     }
     if teacher is not None:
-        provenance["teacher"] = dict(teacher)
+        provenance["teacher"] = cast(TeacherRecord, dict(teacher))
     return provenance
 
 
@@ -222,4 +223,4 @@ def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:
             f"run started, {plan['images_read']} are now; see: finetune data scan",
             code="data.changed",
         )
-    write_record(run, {**record, "plan": plan})
+    write_record(run, {**record, "plan": cast(PlanRecord, plan)})

@@ -27,6 +27,7 @@ from finetune.run.directory import RunDir
         ("run.json", {"plan": {"steps_per_epoch": -1.0}}, "plan.steps_per_epoch"),
         ("run.json", {"plan": {"steps_per_epoch": 10**400}}, "plan.steps_per_epoch"),
         ("run.json", {"plan": {"weights": 3}}, "plan.weights"),
+        ("run.json", {"plan": {"trainable_parameters": "all"}}, "plan.trainable_parameters"),
         ("run.json", {"split_fingerprints": 7}, "split_fingerprints"),
         ("run.json", {"device": "cpu"}, "device"),
         ("run.json", {"argv": "finetune"}, "argv"),

@@ -13,7 +13,10 @@ import yaml
 
 __all__ = ["Launcher", "get_launcher", "requested_num_processes"]
 
+EXIT_GRACE_SECONDS = 5.0  # from SIGTERM until a process that waits in C code is killed
 _POLL_SECONDS = 0.5
+_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
+_LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 
 
 def requested_num_processes() -> int | None:
@@ -49,15 +52,6 @@ def _num_processes_in(config_file: str | None) -> str | None:
     except (OSError, ValueError, yaml.YAMLError):
         return None  # the launcher has reported the error
     return str(config.get("num_processes")) if isinstance(config, dict) else None
-
-
-EXIT_GRACE_SECONDS = 5.0  # from SIGTERM until a process that waits in C code is killed
-
-
-_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
-
-
-_LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 
 
 class Launcher:

@@ -2,6 +2,10 @@
 
 No process outlives its launcher, and no rank waits forever for another: a rank that fails writes
 its error to a shared store, and the others read it when their connection breaks.
+
+torch's `@record` does not replace this. It writes a rank's error to a file for the launcher's
+report; the other ranks still end with an error of gloo or NCCL about a lost connection, which is
+printed next to the cause, and rank 0 writes that error to run.json. srun has no such report.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from PIL import Image
 
 from finetune.data.encoded_images import EncodedImages
 from finetune.data.source import Split
-from finetune.data.streaming import remote_file
+from finetune.data.streaming import shard_file
 from finetune.data.streaming.parquet_shards import open_shards
-from finetune.data.streaming.remote_file import LocalFile
+from finetune.data.streaming.shard_file import LocalFile
 from finetune.data.streaming.streamed_images import StreamedImages
 from finetune.hub import client
 
@@ -27,14 +27,9 @@ CLASSES = ["red", "green", "blue"]
 
 
 def disable_retry_waits(patch: pytest.MonkeyPatch) -> None:
-    """Retry failed reads from the hub immediately, and only for a short time."""
-    for owner, name, value in (
-        (client, "FIRST_WAIT_SECONDS", 0.01),
-        (remote_file, "MAX_OUTAGE_SECONDS", 0.0),
-        (remote_file, "_RETRY_PAUSE_SECONDS", 0.01),
-        (remote_file, "_redirected_urls", {}),
-    ):
-        patch.setattr(owner, name, value)
+    """Retry failed reads from the hub immediately."""
+    patch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    patch.setattr(shard_file, "RETRY_WAITS_SECONDS", (0.01,) * 4)
 
 
 def image_png(number: int, label: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Load datasets from the Hugging Face Hub at exactly one commit, with retries."""
+"""Load datasets of the Hugging Face Hub at one commit, or list their parquet files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pyarrow as pa
 from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode
 from huggingface_hub.errors import HFValidationError
 
@@ -26,18 +28,11 @@ from finetune.hub.client import (
 from finetune.hub.download import verify_checksum
 from finetune.log import warn_once
 
-__all__ = [
-    "cached_commit",
-    "download_configuration",
-    "force_offline",
-    "load_hub_dataset",
-    "resolve_commit",
-    "snapshot_folder",
-    "to_user_error",
-]
+__all__ = ["DatasetFiles", "list_parquet_files", "load_hub_dataset", "resolve_commit"]
 
 _TIMEOUT_SECONDS = 10.0
 _CONFIGURATION_FILES = ("README.md", ".huggingface.yaml")  # which files make which split
+_Result = TypeVar("_Result")
 
 
 def load_hub_dataset(
@@ -63,7 +58,7 @@ def load_hub_dataset(
     try:
         return retry(source, lambda: _load_online(source, repo_id, config, revision))
     except TransientHubError as error:
-        with force_offline():
+        with _force_offline():
             return _load_cached(source, repo_id, config, revision, error)
 
 
@@ -76,8 +71,8 @@ def _load_online(
     files_before = {
         path.resolve() for path in _repo_cache_folder(repo_id).rglob("*") if path.exists()
     }
-    commit = resolve_commit(source, repo_id, revision)
-    download_configuration(source, repo_id, commit)
+    commit = _request_commit(source, repo_id, revision)
+    _download_configuration(source, repo_id, commit)
     try:
         dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
     except Exception as caught:  # `datasets` raises any type of error
@@ -88,28 +83,101 @@ def _load_online(
         return dataset_dict, commit
     if error is None:
         raise TransientHubError(f"the connection was dropped, or the revision moved to {commit}")
-    raise to_user_error(source, revision, error) from None
+    raise _to_user_error(source, revision, error) from None
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """The parquet files of a dataset.
+
+    Attributes:
+        paths: paths in the repository by split, in the dataset's order.
+        commit: commit of the dataset repository.
+        schema: columns declared in the dataset card; None if it declares none.
+    """
+
+    paths: Mapping[str, list[str]]
+    commit: str
+    schema: pa.Schema | None
+
+
+def list_parquet_files(
+    source: str, repo_id: str, config: str | None, revision: str | None
+) -> DatasetFiles:
+    """List the parquet files of a dataset at one commit, without reading them.
+
+    Args: see `load_hub_dataset`.
+    Raises: same as `load_hub_dataset`; also DataError if the dataset is not stored as parquet.
+    """
+    return _retry_online(source, lambda: _list_online(source, repo_id, config, revision))
+
+
+def _list_online(
+    source: str, repo_id: str, config: str | None, revision: str | None
+) -> DatasetFiles:
+    import datasets
+
+    commit = _request_commit(source, repo_id, revision)
+    _download_configuration(source, repo_id, commit)
+    try:
+        builder = datasets.load_dataset_builder(repo_id, config, revision=commit)
+    except Exception as error:  # `datasets` raises any type of error
+        raise _to_user_error(source, revision, error) from None
+    paths: dict[str, list[str]] = {}
+    for split, files in (builder.config.data_files or {}).items():
+        texts = [re.sub(rf"^hf://datasets/[^@]+@{commit}/", "", str(file)) for file in files]
+        other = next((text for text in texts if not text.endswith(".parquet")), None)
+        if other is not None:
+            raise DataError(
+                f"{source}: contains {other.rsplit('/', 1)[-1]}, but streaming reads only parquet "
+                "files; add @refs/convert/parquet to the name, or set data.streaming=false",
+                code="data.not_parquet",
+            )
+        paths[str(split)] = texts
+    if not paths or any("://" in path for group in paths.values() for path in group):
+        raise DataError(
+            f"{source}: has no parquet files in its repository, but streaming reads only those; "
+            "add @refs/convert/parquet to the name, or set data.streaming=false",
+            code="data.not_parquet",
+        )
+    features = builder.info.features
+    return DatasetFiles(paths, commit, None if features is None else features.arrow_schema)
 
 
 def resolve_commit(source: str, repo_id: str, revision: str | None) -> str:
-    """Request the commit of a revision from the Hub.
+    """Request the commit of a revision from the Hub, with retries.
 
-    Args: see `load_hub_dataset`.
-    Raises: same as `load_hub_dataset`; also TransientHubError.
+    Args and Raises: see `load_hub_dataset`.
     """
+    return _retry_online(source, lambda: _request_commit(source, repo_id, revision))
+
+
+def _retry_online(source: str, call: Callable[[], _Result]) -> _Result:
+    """Call a function that needs the Hub. Raises: HubError if it does not respond."""
+    cause = "HF_HUB_OFFLINE is set"
+    if not is_offline_mode():
+        try:
+            return retry(source, call)
+        except TransientHubError as error:
+            cause = str(error)
+    raise HubError(
+        f"{source}: {cause}, but streaming reads from the hub; connect, or use a local copy",
+        code="hub.unreachable",
+    )
+
+
+def _request_commit(source: str, repo_id: str, revision: str | None) -> str:
+    """Request the commit of a revision once. Raises: also TransientHubError."""
     try:
         with hub_errors(source, revision, not_found_error=DataError, repo_noun="dataset"):
             info = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT_SECONDS)
             return str(info.sha)
     except HFValidationError as error:
-        raise to_user_error(source, revision, error) from None
+        raise _to_user_error(source, revision, error) from None
 
 
-def download_configuration(source: str, repo_id: str, commit: str) -> None:
-    """Download the files that configure a dataset, because `datasets` ignores a failure to do so.
-
-    Raises: same as `resolve_commit`.
-    """
+def _download_configuration(source: str, repo_id: str, commit: str) -> None:
+    """Download the files that configure a dataset; `datasets` would ignore a failure."""
     for name in _CONFIGURATION_FILES:
         with (
             contextlib.suppress(HubFileNotFoundError),
@@ -118,7 +186,7 @@ def download_configuration(source: str, repo_id: str, commit: str) -> None:
             hf_hub_download(repo_id, name, repo_type="dataset", revision=commit)
 
 
-def to_user_error(source: str, revision: str | None, error: Exception) -> Exception:
+def _to_user_error(source: str, revision: str | None, error: Exception) -> Exception:
     """Convert an error of huggingface_hub or `datasets` to a finetune error."""
     hub_error = user_error(error, source, revision, not_found_error=DataError, repo_noun="dataset")
     if hub_error is not None:
@@ -135,7 +203,7 @@ def _check_downloaded_files(
     Raises: TransientHubError for a wrong checksum, after deleting the damaged files and the data
         that `datasets` prepared from them.
     """
-    snapshot = snapshot_folder(repo_id, commit)
+    snapshot = _snapshot_folder(repo_id, commit)
     files = [path for path in snapshot.rglob("*") if path.is_file()]
     damaged = [
         path
@@ -169,7 +237,7 @@ def _load_cached(
     """
     import datasets
 
-    expected = cached_commit(repo_id, revision)
+    expected = _cached_commit(repo_id, revision)
     copies = _datasets_copies(repo_id)
     for copy in copies:
         if copy.name == expected:  # `datasets` loads the newest copy, of any revision
@@ -186,7 +254,7 @@ def _load_cached(
         ) from None
     except Exception as error:
         if hub_error is None:
-            raise to_user_error(source, revision, error) from None
+            raise _to_user_error(source, revision, error) from None
         detail = redact(str(error))
         message = f"{source}: {cause}, and it is not cached ({detail}); try again later"
         raise HubError(message, code="hub.unreachable") from None
@@ -203,7 +271,7 @@ def _load_cached(
     return dataset_dict, commit
 
 
-def cached_commit(repo_id: str, revision: str | None) -> str | None:
+def _cached_commit(repo_id: str, revision: str | None) -> str | None:
     """Return the commit to which a revision last resolved, from the cache; None if it never did."""
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
@@ -211,7 +279,7 @@ def cached_commit(repo_id: str, revision: str | None) -> str | None:
     return reference.read_text().strip() if reference.is_file() else None
 
 
-def snapshot_folder(repo_id: str, commit: str) -> Path:
+def _snapshot_folder(repo_id: str, commit: str) -> Path:
     """Return huggingface_hub's cache folder for a commit; it may not exist."""
     return _repo_cache_folder(repo_id) / "snapshots" / commit
 
@@ -245,7 +313,7 @@ def _recorded_commit(loaded: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def force_offline() -> Iterator[None]:
+def _force_offline() -> Iterator[None]:
     """Context manager: `datasets` reads only its cache and does not wait for the Hub."""
     from datasets import config
 

@@ -20,15 +20,20 @@ import pyarrow.parquet as pq
 from finetune.data.columns import declared_class_names, find_columns
 from finetune.data.decode import open_dataset_file
 from finetune.data.encoded_images import EncodedImages, TableChunk, TableImages
-from finetune.data.hub_dataset import load_hub_dataset
+from finetune.data.hub_dataset import list_parquet_files, load_hub_dataset
 from finetune.data.labels import check_distinct_class_names, encode_labels
 from finetune.data.multilabel import encode_indicator_columns, encode_label_lists
 from finetune.data.split_names import SPLIT_ALIASES, group_by_split, sort_splits
 from finetune.data.stat_signatures import stat_signatures
-from finetune.data.streaming.hub_files import list_parquet_files
-from finetune.data.streaming.parquet_shards import make_chunk, open_shards, read_label_column
-from finetune.data.streaming.remote_file import HubDatasetFile, LocalFile
+from finetune.data.streaming.parquet_shards import (
+    ParquetShard,
+    make_chunk,
+    open_shards,
+    read_label_column,
+)
+from finetune.data.streaming.shard_file import LocalFile, RemoteFile
 from finetune.data.streaming.streamed_images import StreamedImages
+from finetune.data.thread_pool import NUM_REQUEST_THREADS, thread_map
 from finetune.errors import DataError
 from finetune.formatting import pluralize
 from finetune.log import warn_once
@@ -71,17 +76,18 @@ def read_parquet(
     files = group_by_split(_find_parquet_files(path), Path, f"parquet:{path}")
     for file in (file for group in files.values() for file in group):
         _check_is_parquet(file)
+    shards = {
+        split: open_shards([LocalFile.from_path(file) for file in group])
+        for split, group in files.items()
+    }
     if streaming:
-        local_files = {
-            split: [LocalFile.from_path(file) for file in group] for split, group in files.items()
-        }
-        return _open_streamed(local_files, columns, multilabel=multilabel)
+        return _build_streamed(shards, columns, multilabel=multilabel)
     num_bytes = sum(file.stat().st_size for group in files.values() for file in group)
     load = _load_chunks if num_bytes <= _MAX_IN_MEMORY_BYTES else _load_memory_mapped_chunks
     splits = _build_splits(
-        {split: _read_schema(group[0]) for split, group in files.items()},
+        {split: group[0].schema for split, group in shards.items()},
         columns,
-        lambda split, label, _: _read_label_column(files[split], label),
+        lambda split, label, image: read_label_column(shards[split], label, image),
         lambda split, image: TableImages(
             functools.partial(load, tuple(files[split]), image), files[split], image
         ),
@@ -189,40 +195,15 @@ def _check_is_parquet(file: Path) -> None:
         raise DataError(message, code="data.damaged")
 
 
-def _read_schema(file: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file}: not a parquet file, or a damaged one ({error}); download it again",
-            code="data.damaged",
-        ) from None
-
-
-def _read_label_column(files: Iterable[Path], column: str) -> pa.ChunkedArray:
-    try:
-        tables = [pq.ParquetFile(file).read(columns=[column]) for file in files]
-        columns = [table.column(column) for table in tables]
-        return pa.chunked_array([c for part in columns for c in part.chunks], columns[0].type)
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        message = f"column {column!r}: cannot be read ({error}); write the files again"
-        raise DataError(message, code="data.damaged") from None
-
-
 def _load_chunks(files: Iterable[Path], column: str) -> list[TableChunk]:
     chunks = []
     for file in files:
         row = 0
         try:
-            for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=[column]):
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column]):
                 chunks.append(make_chunk(file.name, (file.parent,), row, batch.column(column)))
                 row += batch.num_rows
-        except KeyError:
-            raise DataError(
-                f"{file}: has no column {column!r}, but other files have; write all files "
-                "with the same columns",
-                code="data.no_column",
-            ) from None
         except (pa.ArrowException, OSError) as error:
             message = f"{file}: damaged parquet file ({error}); download it again"
             raise DataError(message, code="data.damaged") from None
@@ -254,9 +235,14 @@ def read_hub(
     commit: str | None
     if streaming:
         dataset_files = list_parquet_files(f"hub:{spec}", name, config, revision)
-        files = _select_known_splits(dataset_files.files, f"hub:{spec}")
+        paths = _select_known_splits(dataset_files.paths, f"hub:{spec}")
         commit = dataset_files.commit
-        splits = _open_streamed(files, columns, dataset_files.schema, multilabel=multilabel)
+        open_file = functools.partial(RemoteFile.open_on_hub, f"hub:{spec}", name, commit)
+        shards = {
+            split: open_shards([*thread_map(open_file, group, NUM_REQUEST_THREADS)])
+            for split, group in paths.items()
+        }
+        splits = _build_streamed(shards, columns, dataset_files.schema, multilabel=multilabel)
     else:
         dataset_dict, commit = load_hub_dataset(f"hub:{spec}", name, config, revision)
         splits = _splits_from_datasets(
@@ -367,8 +353,8 @@ def _select_known_splits(splits: Mapping[str, _Data], source: str) -> dict[str, 
     return known
 
 
-def _open_streamed(
-    files: Mapping[str, Sequence[LocalFile | HubDatasetFile]],
+def _build_streamed(
+    shards: Mapping[str, Sequence[ParquetShard]],
     columns: ColumnNames,
     declared_schema: pa.Schema | None = None,
     *,
@@ -379,7 +365,6 @@ def _open_streamed(
     Args:
         declared_schema: schema declared in the dataset card; None if it declares none.
     """
-    shards = {split: open_shards(group) for split, group in files.items()}
     splits = _build_splits(
         {split: declared_schema or group[0].schema for split, group in shards.items()},
         columns,

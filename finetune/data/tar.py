@@ -11,8 +11,8 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from urllib.parse import unquote
 
@@ -24,25 +24,23 @@ from numpy.typing import NDArray
 from finetune.data.columns import int64_array
 from finetune.data.decode import decode_image
 from finetune.data.encoded_images import binary_array
+from finetune.data.hub_dataset import resolve_commit
 from finetune.data.labels import encode_labels
 from finetune.data.multilabel import encode_label_lists
 from finetune.data.parquet import ColumnNames, LabeledSplits
 from finetune.data.split_names import group_by_split
 from finetune.data.stat_signatures import stat_signatures
-from finetune.data.streaming.hub_files import describe_hub_files
-from finetune.data.streaming.remote_file import LocalFile, ShardFile, WebFile
+from finetune.data.streaming.shard_file import LocalFile, RemoteFile, ShardFile
 from finetune.data.streaming.streamed_images import StreamedImages
-from finetune.data.tar_index import TarIndex, index_shards
-from finetune.data.thread_pool import thread_map
+from finetune.data.tar_index import TarShard, index_shards
+from finetune.data.thread_pool import NUM_REQUEST_THREADS, thread_map
 from finetune.errors import DataError, HubError
 from finetune.formatting import pluralize, printable_path
 from finetune.log import warn_once
 
-__all__ = ["TarImages", "TarShard", "read_tar"]
+__all__ = ["TarImages", "read_tar"]
 
 _MAX_SHARDS = 100_000
-_GROUP_BYTES = 2**22  # bytes of a shard per row group, which is one request
-_NUM_THREADS = 16  # more than cores: they wait for a server
 _URL_PATTERN = re.compile(r"https?://|hf://datasets/[^/]+/[^/]+/")
 _HUB_URL_PATTERN = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
 
@@ -96,7 +94,7 @@ def read_tar(
     return LabeledSplits(images, encoded, class_names, description)
 
 
-def _collect_labels(split: str, shards: Sequence[TarIndex], *, multilabel: bool) -> pa.ChunkedArray:
+def _collect_labels(split: str, shards: Sequence[TarShard], *, multilabel: bool) -> pa.ChunkedArray:
     """Collect the labels of a split in one Arrow array.
 
     Raises: DataError for integers mixed with names, or for lists mixed with single labels.
@@ -139,7 +137,7 @@ def _string_array(labels: Sequence[int | str]) -> pa.Array:
     return binary_array([str(label).encode() for label in labels]).cast(pa.large_string())
 
 
-def _member_name(shard: TarIndex, index: int) -> str:
+def _member_name(shard: TarShard, index: int) -> str:
     return f"{shard.file.display_name} {printable_path(os.fsdecode(shard.names[index].as_py()))}"
 
 
@@ -169,29 +167,17 @@ def _find_shards(path: str) -> list[ShardFile]:
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
-    """Expand braces in a pattern, as a shell does."""
-    depth, separators = 0, [-1]
-    for index, character in enumerate(pattern):
-        depth += (character == "{") - (character == "}" and depth > 0)
-        if (character, depth) == ("{", 1):
-            separators = [index]
-        elif (character, depth) in ((",", 1), ("}", 0)) and separators[0] >= 0:
-            separators.append(index)
-        if (character, depth) == ("}", 0) and len(separators) > 1:
-            break
-    alternatives: Iterator[str] = (pattern[a + 1 : b] for a, b in itertools.pairwise(separators))
-    if len(separators) == 2:
-        span = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", pattern[separators[0] + 1 : separators[1]])
-        numbers = range(int(span[1]), int(span[2]) + 1) if span else range(0)
-        alternatives = (f"{number:0{len(span[1])}}" for number in numbers) if span else iter(())
-    if depth or len(separators) < 2 or (len(separators) == 2 and not span):
+    """Expand `{000..099}` and `{a,b}`, inner braces first; names may repeat."""
+    match = re.search(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}", pattern)
+    if match is None:
         yield pattern
         return
+    first, last, names = match.groups()
+    alternatives: Iterable[str] = names.split(",") if names else ()
+    if first:
+        alternatives = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
     for alternative in alternatives:
-        yield from (
-            pattern[: separators[0]] + rest
-            for rest in _expand_braces(alternative + pattern[separators[-1] + 1 :])
-        )
+        yield from _expand_braces(pattern[: match.start()] + alternative + pattern[match.end() :])
 
 
 def _find_local_shards(path: str, name: str) -> list[Path]:
@@ -211,7 +197,7 @@ def _find_local_shards(path: str, name: str) -> list[Path]:
 
 
 def _open_remote_shards(path: str, names: list[str]) -> list[ShardFile]:
-    """Request the sizes and ETags of remote shards; those on the Hub at one commit."""
+    """Open remote shards; those on the Hub at one commit."""
     invalid = next((n for n in names if not _URL_PATTERN.match(n) or "*" in n), None)
     if invalid is not None:
         raise DataError(
@@ -222,17 +208,19 @@ def _open_remote_shards(path: str, names: list[str]) -> list[ShardFile]:
     if is_offline_mode():
         message = f"tar:{path}: HF_HUB_OFFLINE is set; unset it, or name a local copy"
         raise HubError(message, code="hub.unreachable")
-    files: dict[str, ShardFile | None] = dict.fromkeys(names)
-    repositories: dict[tuple[str, str | None], dict[str, str]] = {}
-    for name in files:
-        page_pattern = rf"^{re.escape(constants.ENDPOINT)}/datasets/([^/]+/[^/]+)/resolve/([^/]+)/"
-        if match := _HUB_URL_PATTERN.fullmatch(re.sub(page_pattern, r"hf://datasets/\1@\2/", name)):
-            repository = match[1], match[2] and unquote(match[2])
-            repositories.setdefault(repository, {})[name] = unquote(match[3])
-    for (repo_id, revision), paths in repositories.items():
-        hub_files = describe_hub_files(f"tar:{path}", repo_id, revision, list(paths.values()))
-        files.update(zip(paths, hub_files, strict=True))
-    return list(thread_map(lambda name: files[name] or WebFile.from_url(name), files, _NUM_THREADS))
+    source = f"tar:{path}"
+    commit_of = functools.cache(functools.partial(resolve_commit, source))
+    page_pattern = rf"^{re.escape(constants.ENDPOINT)}/datasets/([^/]+/[^/]+)/resolve/([^/]+)/"
+    openers: list[Callable[[], RemoteFile]] = []
+    for name in dict.fromkeys(names):
+        match = _HUB_URL_PATTERN.fullmatch(re.sub(page_pattern, r"hf://datasets/\1@\2/", name))
+        if match:
+            commit = commit_of(match[1], match[2] and unquote(match[2]))
+            args = source, match[1], commit, unquote(match[3])
+            openers.append(functools.partial(RemoteFile.open_on_hub, *args))
+        else:
+            openers.append(functools.partial(RemoteFile.open_url, name))
+    return list(thread_map(lambda opener: opener(), openers, NUM_REQUEST_THREADS))
 
 
 # --- the images ----------------------------------------------------------------------------------
@@ -244,7 +232,7 @@ class TarImages:
     has_file_per_image = False
     is_streamed = False
 
-    def __init__(self, shards: Sequence[TarIndex]) -> None:
+    def __init__(self, shards: Sequence[TarShard]) -> None:
         self._files = [shard.file for shard in shards]
         self._first_rows = [0, *itertools.accumulate(len(shard.offsets) for shard in shards)]
         self._offsets = np.concatenate([shard.offsets for shard in shards])
@@ -289,54 +277,6 @@ class TarImages:
         return stat_signatures(str(file.path) for file in self._files)
 
 
-@dataclass(frozen=True, eq=False)
-class TarShard:
-    """A tar shard for `StreamedImages`: neighboring images form a row group."""
-
-    index: TarIndex
-
-    @property
-    def file(self) -> ShardFile:
-        """The shard."""
-        return self.index.file
-
-    @property
-    def footer(self) -> bytes:
-        """Offsets and sizes of the images, which identify the content of a local shard."""
-        return self.index.offsets.tobytes() + self.index.sizes.tobytes()
-
-    @functools.cached_property
-    def _group_edges(self) -> NDArray[np.int64]:
-        parts = self.index.offsets // _GROUP_BYTES
-        inner = np.flatnonzero(np.diff(parts)) + 1
-        return np.unique(np.concatenate([[0], inner, [len(parts)]]))
-
-    def group_lengths(self) -> list[int]:
-        """Return the number of images of each row group."""
-        return np.diff(self._group_edges).tolist()
-
-    def group_num_bytes(self, group: int, column: str) -> int:
-        """Return the total size of the images of a row group, in bytes."""
-        first, last = self._group_edges[group : group + 2]
-        return int(self.index.sizes[first:last].sum())
-
-    def read_group(self, group: int, column: str) -> pa.ChunkedArray:
-        """Read the images of a row group and their names, with one range read."""
-        first, last = self._group_edges[group : group + 2].tolist()
-        offsets = self.index.offsets[first:last] - self.index.offsets[first]
-        ends = offsets + self.index.sizes[first:last]
-        length = int(ends.max())
-        start = int(self.index.offsets[first])
-        body = memoryview(self.file.read(start, length) if length else b"")
-        pairs = zip(offsets.tolist(), ends.tolist(), strict=True)
-        images = binary_array([body[offset:end] for offset, end in pairs])
-        names = [
-            printable_path(os.fsdecode(name)) for name in self.index.names[first:last].to_pylist()
-        ]
-        texts = binary_array([name.encode() for name in names]).cast(pa.large_string())
-        return pa.chunked_array([pa.StructArray.from_arrays([images, texts], ["bytes", "path"])])
-
-
-def _stream_shards(shards: Sequence[TarIndex]) -> StreamedImages:
+def _stream_shards(shards: Sequence[TarShard]) -> StreamedImages:
     # drop the labels: the split holds them
-    return StreamedImages([TarShard(replace(shard, labels=[])) for shard in shards], "")
+    return StreamedImages([replace(shard, labels=[]) for shard in shards], "")

@@ -17,36 +17,33 @@ import collections
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import os
 import re
 import tarfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from finetune.cache import CacheFolder, cache_path
-from finetune.data.decode import open_dataset_file
 from finetune.data.encoded_images import binary_array
 from finetune.data.image_folder import IMAGE_SUFFIXES
 from finetune.data.stat_signatures import are_settled, stat_signatures
-from finetune.data.streaming.remote_file import LocalFile, ShardFile, WebFile
-from finetune.data.thread_pool import thread_map
-from finetune.data.worker_pool import WorkerStatus, parallel_map
+from finetune.data.streaming.shard_file import LocalFile, RemoteFile, ShardFile, open_stream
+from finetune.data.thread_pool import NUM_REQUEST_THREADS, thread_map
 from finetune.errors import DataError, FinetuneError
 from finetune.formatting import pluralize, printable_path
-from finetune.host_resources import num_cores
 from finetune.log import warn_once
 from finetune.progress import item_bar
 from finetune.ranks import is_local_main_process
 
-__all__ = ["RawLabel", "TarIndex", "index_shards"]
+__all__ = ["RawLabel", "TarShard", "index_shards"]
 
+GROUP_BYTES = 2**22  # bytes of a shard per row group, which is one request
 MAX_CACHE_BYTES = 2**32
 _FORMAT_VERSION = 1
 _INDEX_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tarindex")
@@ -54,9 +51,7 @@ _MAX_HEADER_BYTES = 2**16  # limit for an extended header; real ones are shorter
 _MAX_LABEL_BYTES = 2**20
 _MAX_PADDING_BYTES = 2**20  # zeros after the last member: writers pad to a block
 _DISK_BUFFER_BYTES, _HTTP_BUFFER_BYTES = 2**12, 2**18  # read size for headers
-_MIN_PARALLEL_BYTES = 2**24  # below, starting processes costs more time than it saves
-_NUM_THREADS = 16  # more than cores: they wait for a server
-_TIMEOUT_SECONDS = 900.0  # for one shard; also for ranks that wait for the indexing rank
+_TIMEOUT_SECONDS = 900.0  # for ranks that wait while another rank indexes one shard
 _LABEL_FIELDS = ("label", "class", "cls")
 _COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -66,11 +61,14 @@ _COMPRESSION_MAGIC = {
 }
 
 RawLabel: TypeAlias = int | str | list[int | str]
+_Shard = TypeVar("_Shard")
 
 
 @dataclass(frozen=True, eq=False)
-class TarIndex:
-    """The images of one shard, in member order.
+class TarShard:
+    """A shard and the index of its images, in member order.
+
+    For `StreamedImages`, neighboring images form a row group.
 
     Attributes:
         file: the shard.
@@ -87,10 +85,45 @@ class TarIndex:
     labels: list[RawLabel]
     ignored: dict[str, int]
 
+    @property
+    def content_id(self) -> str:
+        """The shard's ETag; else a hash of the offsets and sizes of its images."""
+        layout = self.offsets.tobytes() + self.sizes.tobytes()
+        return self.file.etag or hashlib.sha256(layout).hexdigest()
+
+    @functools.cached_property
+    def _group_edges(self) -> NDArray[np.int64]:
+        parts = self.offsets // GROUP_BYTES
+        inner = np.flatnonzero(np.diff(parts)) + 1
+        return np.unique(np.concatenate([[0], inner, [len(parts)]]))
+
+    def group_lengths(self) -> list[int]:
+        """Return the number of images of each row group."""
+        return np.diff(self._group_edges).tolist()
+
+    def group_num_bytes(self, group: int, column: str) -> int:
+        """Return the total size of the images of a row group, in bytes."""
+        first, last = self._group_edges[group : group + 2]
+        return int(self.sizes[first:last].sum())
+
+    def read_group(self, group: int, column: str) -> pa.ChunkedArray:
+        """Read the images of a row group and their names, with one range read."""
+        first, last = self._group_edges[group : group + 2].tolist()
+        offsets = self.offsets[first:last] - self.offsets[first]
+        ends = offsets + self.sizes[first:last]
+        length = int(ends.max())
+        start = int(self.offsets[first])
+        body = memoryview(self.file.read(start, length) if length else b"")
+        pairs = zip(offsets.tolist(), ends.tolist(), strict=True)
+        images = binary_array([body[offset:end] for offset, end in pairs])
+        names = [printable_path(os.fsdecode(name)) for name in self.names[first:last].to_pylist()]
+        texts = binary_array([name.encode() for name in names]).cast(pa.large_string())
+        return pa.chunked_array([pa.StructArray.from_arrays([images, texts], ["bytes", "path"])])
+
 
 def index_shards(
     files: Sequence[ShardFile], image_suffix: str | None, label_field: str | None
-) -> list[TarIndex]:
+) -> list[TarShard]:
     """Index shards, or load their indexes from the cache.
 
     Args:
@@ -101,94 +134,49 @@ def index_shards(
         if a server fails.
     """
     keys = [_cache_key(file, image_suffix, label_field) for file in files]
+    pairs = list(zip(files, keys, strict=True))
+
+    def read(file: ShardFile) -> TarShard:
+        return _read_shard_headers(file, image_suffix, label_field)
+
+    def load_or_index(pair: tuple[ShardFile, str | None]) -> TarShard:
+        index = _load_cached(cache, *pair)
+        if index is None:
+            index = read(pair[0])
+            _save_cached(cache, index, pair[1])
+        return index
+
     try:
         with CacheFolder(cache_path("tars")) as cache:
-            indexes = [_load_cached(cache, *pair) for pair in zip(files, keys, strict=True)]
-            if all(indexes):
-                return cast("list[TarIndex]", indexes)
+            cached = [_load_cached(cache, *pair) for pair in pairs]
+            if all(cached):
+                return cast("list[TarShard]", cached)
             lock_key = hashlib.sha256("".join(map(str, keys)).encode()).hexdigest()
             # one rank indexes all shards; the others wait
             with cache.lock(lock_key, stall_timeout_seconds=_TIMEOUT_SECONDS):
-                for i, pair in enumerate(zip(files, keys, strict=True)):
-                    indexes[i] = indexes[i] or _load_cached(cache, *pair)
-                _read_missing(indexes, files, keys, (image_suffix, label_field), cache)
+                indexes = _map_shards(load_or_index, pairs)
             cache.evict(MAX_CACHE_BYTES, keep_name="", pattern=_INDEX_FILE_NAME)
+            return indexes
     except OSError as error:
         _warn_not_cached(error)
-        indexes = [None] * len(files)
-        _read_missing(indexes, files, keys, (image_suffix, label_field), None)
-    return cast("list[TarIndex]", indexes)
+        return _map_shards(read, files)
 
 
-def _read_missing(
-    indexes: list[TarIndex | None],
-    files: Sequence[ShardFile],
-    keys: Sequence[str | None],
-    suffixes: tuple[str | None, str | None],
-    cache: CacheFolder | None,
-) -> None:
-    """Index the shards that are not cached: on all cores, or with concurrent requests."""
-    missing = [i for i, index in enumerate(indexes) if index is None]
-
-    def read(i: int) -> tuple[int, bytes | tuple[str, str], OSError | None]:
-        try:
-            body = json.dumps(_read_shard_headers(files[i], *suffixes)).encode()
-        except DataError as error:  # must not end a worker process
-            return i, (str(error), error.code), None
-        try:
-            if cache is not None and (key := keys[i]) is not None:
-                with cache.write(key) as new_file, os.fdopen(os.dup(new_file.fd), "wb") as stream:
-                    stream.write(hashlib.sha256(body).digest() + body)
-                    stream.flush()
-                    new_file.final_name = f"{key}.tarindex"
-        except OSError as error:
-            return i, body, error
-        return i, body, None
-
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(
-            item_bar(len(missing), label="indexing", unit="shard", shown=is_local_main_process())
-        )
-        done = stack.enter_context(contextlib.closing(_map_shards(read, missing, files)))
-        for i, body, error in done:
-            if isinstance(body, tuple):
-                raise DataError(body[0], code=body[1])
-            if error is not None:
-                _warn_not_cached(error)
-            indexes[i] = _parse_index(files[i], json.loads(body))
+def _map_shards(read: Callable[[_Shard], TarShard], shards: Sequence[_Shard]) -> list[TarShard]:
+    """Index shards in threads, with a progress bar."""
+    indexes = []
+    with item_bar(
+        len(shards), label="indexing", unit="shard", shown=is_local_main_process()
+    ) as bar:
+        for index in thread_map(read, shards, NUM_REQUEST_THREADS):
+            indexes.append(index)
             bar.update()
+    return indexes
 
 
 def _warn_not_cached(error: OSError) -> None:
     message = f"index of tar shards: cannot be cached ({error}); the next run indexes them again"
     warn_once(message, key="index of tar shards")  # once: each error may name another file
-
-
-def _map_shards(
-    read: Any, missing: list[int], files: Sequence[ShardFile]
-) -> Generator[Any, None, None]:
-    """Yield the results for all shards, in order of completion."""
-    num_workers = min(num_cores(), len(missing))
-    if not all(isinstance(file, LocalFile) for file in files):
-        yield from thread_map(read, missing, _NUM_THREADS)
-    elif num_workers < 2 or sum(files[i].size for i in missing) < _MIN_PARALLEL_BYTES:
-        yield from map(read, missing)
-    else:
-        status = WorkerStatus(num_workers)
-
-        def read_in_worker(i: int) -> Any:
-            with status.decoding(i):
-                return read(i)
-
-        yield from parallel_map(
-            read_in_worker,
-            missing,
-            status=status,
-            num_workers=num_workers,
-            name_of=lambda i: files[i].display_name,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            in_order=False,
-        )
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -210,50 +198,58 @@ def _cache_key(file: ShardFile, image_suffix: str | None, label_field: str | Non
         return None
     file_name = file.display_name
     # a Last-Modified time may be the same for other files, so the key needs the full URL
-    if isinstance(file, WebFile) and content.endswith("GMT"):
+    if isinstance(file, RemoteFile) and content.endswith("GMT"):
         file_name = file.url
     key_parts = [_FORMAT_VERSION, file_name, file.size, content, image_suffix, label_field]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
 
 
-def _load_cached(cache: CacheFolder, file: ShardFile, key: str | None) -> TarIndex | None:
+def _load_cached(cache: CacheFolder, file: ShardFile, key: str | None) -> TarShard | None:
     """Load the cached index, or return None if it is missing or damaged, or `key` is None."""
     if key is None:
         return None
     name = f"{key}.tarindex"
     try:
         body = cache.read(name, max_bytes=MAX_CACHE_BYTES)
-        if hashlib.sha256(body[32:]).digest() != body[:32]:
-            raise ValueError("its checksum does not match")
-        cache.mark_used(name)
-        return _parse_index(file, json.loads(body[32:]))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        warn_once(f"{cache.path / name}: is damaged ({error}); the shard is indexed again")
+    except ValueError:  # larger than any index
+        body = b""
+    if hashlib.sha256(body[32:]).digest() != body[:32]:
+        warn_once(f"{cache.path / name}: is damaged; the shard is indexed again")
         cache.remove(name)
         return None
+    cache.mark_used(name)
+    fields = json.loads(body[32:])
+    return TarShard(
+        file,
+        np.array(fields["offsets"], dtype=np.int64),
+        np.array(fields["sizes"], dtype=np.int64),
+        binary_array([*map(os.fsencode, fields["names"])]),
+        fields["labels"],
+        fields["ignored"],
+    )
 
 
-def _parse_index(file: ShardFile, raw: dict[str, Any]) -> TarIndex:
-    """Parse an index. Raises: ValueError, TypeError or KeyError if it is invalid."""
-    offsets = np.array(raw["offsets"], dtype=np.int64)
-    sizes = np.array(raw["sizes"], dtype=np.int64)
-    names, labels, ignored = raw["names"], raw["labels"], dict(raw["ignored"])
-    if not len(offsets) == len(sizes) == len(names) == len(labels) or offsets.ndim != 1:
-        raise ValueError("columns of different lengths")
-    if len(offsets) and not (
-        offsets[0] >= tarfile.BLOCKSIZE
-        and np.all(np.diff(offsets) > 0)
-        and sizes.min() >= 0
-        and offsets[-1] <= file.size
-        and np.all(sizes <= file.size - offsets)
-    ):
-        raise ValueError("images outside the shard")
-    every = [one for label in labels for one in (label if isinstance(label, list) else [label])]
-    if not {type(label) for label in every} <= {int, str}:
-        raise ValueError("labels of another type")
-    return TarIndex(file, offsets, sizes, binary_array([*map(os.fsencode, names)]), labels, ignored)
+def _save_cached(cache: CacheFolder, index: TarShard, key: str | None) -> None:
+    """Write an index to the cache, or log why it cannot be written."""
+    if key is None:
+        return
+    fields = {
+        "offsets": index.offsets.tolist(),
+        "sizes": index.sizes.tolist(),
+        "names": [os.fsdecode(name) for name in index.names.to_pylist()],
+        "labels": index.labels,
+        "ignored": index.ignored,
+    }
+    body = json.dumps(fields).encode()
+    try:
+        with cache.write(key) as new_file, os.fdopen(os.dup(new_file.fd), "wb") as stream:
+            stream.write(hashlib.sha256(body).digest() + body)
+            stream.flush()
+            new_file.final_name = f"{key}.tarindex"
+    except OSError as error:
+        _warn_not_cached(error)
 
 
 # --- the headers ---------------------------------------------------------------------------------
@@ -261,8 +257,8 @@ def _parse_index(file: ShardFile, raw: dict[str, Any]) -> TarIndex:
 
 def _read_shard_headers(
     file: ShardFile, image_suffix: str | None, label_field: str | None
-) -> dict[str, Any]:
-    """Read the headers and labels of a shard. Returns: a JSON-serializable `TarIndex`."""
+) -> TarShard:
+    """Read the headers and labels of a shard."""
     images: dict[str, tuple[int, int, str]] = {}
     labels: dict[str, RawLabel] = {}  # from their own members
     fields: dict[str, RawLabel | None] = {}  # from JSON
@@ -296,60 +292,36 @@ def _read_shard_headers(
                 ignored[suffix] += 1
     image_labels = [labels.get(key, fields.get(key)) for key in images]
     _check_samples(file, images, image_labels, {*labels, *fields}, label_field)
-    columns = zip(*images.values(), strict=True) if images else ([], [], [])
-    offsets, sizes, names = map(list, columns)
-    index = {"offsets": offsets, "sizes": sizes, "names": names, "labels": image_labels}
-    return {**index, "ignored": ignored}
+    locations = images.values()
+    return TarShard(
+        file,
+        np.array([offset for offset, _, _ in locations], dtype=np.int64),
+        np.array([size for _, size, _ in locations], dtype=np.int64),
+        binary_array([os.fsencode(name) for _, _, name in locations]),
+        cast("list[RawLabel]", image_labels),  # without None, as checked
+        dict(ignored),
+    )
 
 
-def _open_shard(file: ShardFile) -> BinaryIO:
+@contextlib.contextmanager
+def _open_shard(file: ShardFile) -> Iterator[BinaryIO]:
     """Open a shard to read its headers. Raises: DataError if unreadable or compressed."""
-    if isinstance(file, LocalFile):
-        try:
-            raw: Any = open_dataset_file(file.path).detach()  # type: ignore[attr-defined]
-        except DataError as error:
-            raise DataError(f"{file.display_name}: {error}", code=error.code) from None
-    else:
-        raw = _RemoteStream(file)
     buffer_bytes = _DISK_BUFFER_BYTES if isinstance(file, LocalFile) else _HTTP_BUFFER_BYTES
-    stream = io.BufferedReader(raw, buffer_bytes)
-    head = stream.peek(512)[:512]
-    if compression := next(
-        (kind for magic, kind in _COMPRESSION_MAGIC.items() if head.startswith(magic)), None
-    ):
-        raise DataError(
-            f"{file.display_name}: compressed with {compression}, which prevents reading single "
-            "images; convert it to a plain .tar: compression hardly shrinks images",
-            code="data.wrong_format",
-        )
-    if not head:
-        raise DataError(f"{file.display_name}: zero bytes; download it again", code="data.damaged")
-    return stream
-
-
-class _RemoteStream(io.RawIOBase):
-    """A raw, seekable stream that reads byte ranges of a remote file."""
-
-    def __init__(self, file: ShardFile) -> None:
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, room: Any) -> int:
-        length = max(min(len(room), self._file.size - self._position), 0)
-        if length:
-            room[:length] = self._file.read(self._position, length)
-            self._position += length
-        return length
+    with open_stream(file, buffer_bytes=buffer_bytes) as stream:
+        head = stream.read(8)
+        stream.seek(0)
+        if compression := next(
+            (kind for magic, kind in _COMPRESSION_MAGIC.items() if head.startswith(magic)), None
+        ):
+            raise DataError(
+                f"{file.display_name}: compressed with {compression}, which prevents reading "
+                "single images; convert it to a plain .tar: compression hardly shrinks images",
+                code="data.wrong_format",
+            )
+        if not head:
+            message = f"{file.display_name}: zero bytes; download it again"
+            raise DataError(message, code="data.damaged")
+        yield stream
 
 
 class _BoundedHeaderReader:

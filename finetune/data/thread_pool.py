@@ -11,8 +11,9 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["DaemonThreadPool", "thread_map"]
+__all__ = ["NUM_REQUEST_THREADS", "DaemonThreadPool", "thread_map"]
 
+NUM_REQUEST_THREADS = 16  # more than cores: they wait for a server
 
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
@@ -23,7 +24,7 @@ class DaemonThreadPool:
     """Pool of daemon threads: unlike ThreadPoolExecutor, it does not block exit if a server hangs.
 
     Args:
-        num_threads: number of threads; with 0, `Future.result` runs the function.
+        num_threads: number of threads, at least 1.
         name: prefix of the thread names.
     """
 
@@ -39,8 +40,6 @@ class DaemonThreadPool:
 
     def submit(self, fn: Callable[[], Any]) -> Future[Any]:
         """Run a function in one of the threads."""
-        if not self._threads:
-            return _LazyFuture(fn)
         future: Future[Any] = Future()
         self._tasks.put((future, fn))
         return future
@@ -67,18 +66,6 @@ class DaemonThreadPool:
         """Wait briefly for running tasks; threads that still wait for a server are left running."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS / len(self._threads))
-
-
-class _LazyFuture(Future[Any]):
-    """A future that runs its function in `result`."""
-
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        super().__init__()
-        self._fn = fn
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Run the function in the calling thread and return its result; `timeout` is ignored."""
-        return self._fn()
 
 
 def thread_map(

@@ -1,4 +1,4 @@
-"""data/hub_dataset.py against a local hub: revisions, faults on every endpoint, the cache."""
+"""hub_dataset.py against a local hub: revisions, listings, faults on every endpoint, the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from hub_server import HubServer, point_clients_at
 from refusals import refused
 from small_datasets import write_parquet
+from streaming_dataset import disable_retry_waits
 
+from finetune.data.hub_dataset import list_parquet_files
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.hub import client as hub_client
@@ -58,9 +60,9 @@ def labels(source: Source) -> list[int]:
     return np.asarray(source.splits["train"].labels).tolist()
 
 
-def assert_refused(name: str, code: str, *expected_texts: str) -> None:
+def assert_refused(name: str, code: str, *expected_texts: str, streaming: bool = False) -> None:
     with refused(code, name, *expected_texts) as caught:
-        open_source(name)
+        open_source(name, streaming=streaming)
     assert "\n" not in str(caught.value)
     assert ALICE not in str(caught.value)
 
@@ -203,3 +205,87 @@ class TestCache:
         assert_refused(f"hub:{NAME}@v2", "data.not_cached", old)
         assert_refused(f"hub:{NAME}@{'a' * 40}", "data.not_cached", old)
         assert hub.requests == []
+
+
+SHARDS = [f"data/train-0000{number}-of-00002.parquet" for number in range(2)]
+CARD = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: test, path: data/test-*}
+- config_name: small
+  data_files: [{split: train, path: data/train-00000-*}]
+---
+"""
+
+
+class TestListParquetFiles:
+    @pytest.fixture
+    def sharded(self, hub: HubServer, tmp_path: Path) -> str:
+        """A dataset whose newest commit has one training shard less than v1."""
+        content = write_parquet(tmp_path / "shard.parquet", [0, 1], names=["ant", "bee"])
+        paths = [*SHARDS, "data/test-00000-of-00001.parquet"]
+        files = {**dict.fromkeys(paths, content.read_bytes()), "README.md": CARD.encode()}
+        hub.add_repo("someone/sharded", files, kind="dataset")
+        hub.tag("someone/sharded", "v1")
+        hub.commit("someone/sharded", {SHARDS[1]: None})
+        return "someone/sharded"
+
+    def test_each_revision_and_configuration_has_its_own_files(
+        self, hub: HubServer, sharded: str
+    ) -> None:
+        [new, old, _] = hub.commits(sharded)
+        for config, revision, commit, train in (
+            (None, None, new, SHARDS[:1]),
+            (None, "v1", old, SHARDS),
+            ("small", "v1", old, SHARDS[:1]),
+        ):
+            listing = list_parquet_files("hub:x", sharded, config, revision)
+            assert listing.commit == commit
+            assert listing.paths["train"] == train
+            assert list(listing.paths) == (["train"] if config else ["train", "test"])
+        assert hub.count(r"/cdn/|\.parquet") == 0  # no file was read
+
+    def test_takes_class_names_from_the_dataset_card(self, hub: HubServer, tmp_path: Path) -> None:
+        # declares no class names
+        parquet_path = write_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0])
+        card = (
+            "---\ndataset_info:\n  features:\n  - {name: img, dtype: image}\n  - name: label\n"
+            "    dtype: {class_label: {names: {'0': cat, '1': dog}}}\n---\n"
+        )
+        files = {"data/train.parquet": parquet_path.read_bytes(), "README.md": card.encode()}
+        hub.add_repo("someone/declared", files, kind="dataset")
+        for streaming in (True, False):
+            source = open_source("hub:someone/declared", streaming=streaming)
+            assert source.class_names == ["cat", "dog"]
+
+    def test_rejects_unknown_names_and_other_formats(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add_repo("someone/images", {"train/a/1.png": b"x"}, kind="dataset")
+        for name, code, expected_text in (
+            ("nobody/things", "data.not_found", "`hf auth login`"),
+            (f"{NAME}@v9", "data.not_found", "'@v9'"),
+            (f"{NAME}:large", "data.not_loadable", "BuilderConfig 'large'"),
+            ("someone/images", "data.not_parquet", "@refs/convert/parquet"),
+        ):
+            assert_refused(f"hub:{name}", code, expected_text, streaming=True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert_refused(f"hub:{NAME}", "hub.unreachable", "HF_HUB_OFFLINE", streaming=True)
+
+    @pytest.mark.parametrize("endpoint", [*ENDPOINTS[:3], r"GET .*\.parquet"])
+    @pytest.mark.parametrize("kind", ["status", "reset"])
+    def test_retries_after_one_fault_on_any_request(
+        self, hub: HubServer, endpoint: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disable_retry_waits(monkeypatch)
+        hub.fail(endpoint, kind=kind)
+        assert labels(open_source(f"hub:{NAME}@v1", streaming=True)) == [0, 1, 1]
+        assert hub.faults[0].times == 0  # the fault did happen
+
+    def test_fails_if_the_hub_is_down(self, hub: HubServer) -> None:
+        open_source(f"hub:{NAME}@v1")  # streaming does not use this copy
+        hub.stop()
+        assert_refused(f"hub:{NAME}@v1", "hub.unreachable", streaming=True)

@@ -85,7 +85,7 @@ def test_asks_which_configuration(tmp_path: Path) -> None:
 def test_rejects_paths_without_parquet_files(tmp_path: Path) -> None:
     (tmp_path / "cifar10").mkdir()
     for path, code, expected_text in (
-        ("cifar1", "data.not_found", "'cifar10'"),
+        ("cifar1", "data.not_found", "/cifar10'"),
         ("cifar10", "data.empty", "cifar10"),
         ("*/none-*.parquet", "data.empty", "*/none-*.parquet"),
     ):

@@ -22,7 +22,7 @@ from streaming_dataset import (
 )
 
 from finetune.cli.main import main
-from finetune.data.streaming import remote_file as ranges
+from finetune.data.streaming import shard_file
 from finetune.errors import DataError, HubError, RecipeError
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
@@ -152,7 +152,7 @@ class TestFaults:
             if self.counters.step in (2, 5):
                 hub.fail("GET /cdn/", kind="truncate")
                 hub.fail("GET /cdn/", status=503)
-                ranges._redirected_urls.clear()
+                shard_file.store_urls.clear()
             train_step(self, *args)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ class TestFaults:
 
         def damaged(self: TrainerState, *args: Any) -> None:
             if self.counters.step == 4:
-                ranges._redirected_urls.clear()
+                shard_file.store_urls.clear()
                 if damage == "lost":
                     hub.fail("/resolve/|/cdn/", times=None, echo=True)
                 else:

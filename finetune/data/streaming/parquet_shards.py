@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import io
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from finetune.data.encoded_images import TableChunk
-from finetune.data.streaming.remote_file import HubDatasetFile, LocalFile
-from finetune.data.thread_pool import thread_map
+from finetune.data.streaming.shard_file import ShardFile, open_stream
+from finetune.data.thread_pool import NUM_REQUEST_THREADS, thread_map
 from finetune.errors import DataError
 
 __all__ = ["ParquetShard", "make_chunk", "open_shards", "read_label_column"]
 
-_TAIL_BYTES = 64 * 2**10  # most footers fit, so one request suffices
-_NUM_THREADS = 16  # more than cores: they wait for the Hugging Face Hub
-_MAX_TRIES = 2  # a second transfer distinguishes a transfer error from a damaged file
+_TAIL_BYTES = 2**16  # Arrow reads so much first, which holds most footers
+_FOOTER_END_BYTES = 8  # the length of the metadata, and the magic number
 
 
 def make_chunk(
@@ -44,22 +42,20 @@ def make_chunk(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParquetShard:
-    """A parquet file and its footer.
+    """A parquet file and its metadata.
 
     Attributes:
         file: the file to read.
-        footer: the last bytes of the file, with its metadata.
+        metadata: the schema, and the offset of each column of each row group.
+        content_id: the file's ETag; else a hash of its footer, which holds the offset and the
+            statistics of each row group.
     """
 
-    file: LocalFile | HubDatasetFile
-    footer: bytes
-
-    @functools.cached_property
-    def metadata(self) -> pq.FileMetaData:
-        """The schema, and the offset of each column of each row group."""
-        return pq.read_metadata(io.BytesIO(self.footer))
+    file: ShardFile
+    metadata: pq.FileMetaData
+    content_id: str
 
     @property
     def schema(self) -> pa.Schema:
@@ -75,29 +71,28 @@ class ParquetShard:
         return sum(chunk.total_uncompressed_size for chunk in self._column_chunks(group, column))
 
     def read_group(self, group: int, column: str) -> pa.ChunkedArray:
-        """Read one column of one row group, without the other columns.
+        """Read one column of one row group, without the other columns, with one range read.
 
-        Raises: DataError for damaged bytes; otherwise same as `HubDatasetFile.read`.
+        Raises: DataError for damaged bytes; otherwise same as `ShardFile.read`.
         """
-        for attempt in range(_MAX_TRIES):
-            blocks = self._read_column_blocks(group, column)
-            try:
-                parquet = pq.ParquetFile(
-                    _PartialFile(self.file.size, blocks),
-                    metadata=self.metadata,
-                    pre_buffer=False,
-                    page_checksum_verification=True,
-                )
-                table = parquet.read_row_group(group, columns=[column], use_threads=False)
-                return table.column(column)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                if attempt + 1 == _MAX_TRIES:
-                    raise DataError(
-                        f"{self.file.display_name}: row group {group} is damaged ({error}); "
-                        "write the file again",
-                        code="data.damaged",
-                    ) from None
-        raise AssertionError("the last try returns or raises")
+        # the chunks of a nested column are adjacent, so the first read fetches all of them
+        chunks = self._column_chunks(group, column)
+        num_bytes = sum(chunk.total_compressed_size for chunk in chunks)
+        buffer_bytes = min(max(num_bytes, 1), max(self.file.size, 1))  # the file may be damaged
+        try:
+            parquet = pq.ParquetFile(
+                open_stream(self.file, buffer_bytes=buffer_bytes),
+                metadata=self.metadata,
+                pre_buffer=False,  # else Arrow's threads read, and delay the end of the process
+                page_checksum_verification=True,
+            )
+            return parquet.read_row_group(group, columns=[column], use_threads=False).column(column)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(
+                f"{self.file.display_name}: row group {group} is damaged ({error}); write the file "
+                "again",
+                code="data.damaged",
+            ) from None
 
     def _column_chunks(self, group: int, column: str) -> list[Any]:
         rows = self.metadata.row_group(group)
@@ -105,69 +100,26 @@ class ParquetShard:
         nested = [c for c in chunks if c.path_in_schema.split(".")[0] == column]
         return nested or [c for c in chunks if c.path_in_schema == column]
 
-    def _read_column_blocks(self, group: int, column: str) -> dict[int, bytes]:
-        spans: list[list[int]] = []
-        for chunk in self._column_chunks(group, column):
-            first = chunk.data_page_offset
-            if chunk.dictionary_page_offset is not None:
-                first = min(first, chunk.dictionary_page_offset)
-            if spans and spans[-1][1] == first:  # the columns of bytes and paths are adjacent
-                spans[-1][1] += chunk.total_compressed_size
-            else:
-                spans.append([first, first + chunk.total_compressed_size])
-        return {first: self.file.read(first, end - first) for first, end in spans}
 
-
-class _PartialFile(io.RawIOBase):
-    """A read-only file object that holds only some blocks of a file, by their offset."""
-
-    def __init__(self, size: int, blocks: dict[int, bytes]) -> None:
-        self._size, self._blocks, self._position = size, blocks, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        for first, block in self._blocks.items():
-            if first <= self._position < first + len(block):
-                start = self._position - first
-                part = block[start : start + size] if size >= 0 else block[start:]
-                self._position += len(part)
-                return part
-        raise OSError(f"byte {self._position} is not part of the column")
-
-
-def open_shards(files: Sequence[LocalFile | HubDatasetFile]) -> list[ParquetShard]:
-    """Read the footer of each file.
+def open_shards(files: Sequence[ShardFile]) -> list[ParquetShard]:
+    """Read the metadata of each file.
 
     Raises: DataError for a file that is not parquet; HubError if the Hub fails.
     """
-    return list(thread_map(_open_shard, files, _NUM_THREADS))
+    return list(thread_map(_open_shard, files, NUM_REQUEST_THREADS))
 
 
-def _open_shard(file: LocalFile | HubDatasetFile) -> ParquetShard:
-    tail = file.read(max(file.size - _TAIL_BYTES, 0), min(_TAIL_BYTES, file.size)) or b""
-    length = int.from_bytes(tail[-8:-4], "little") + 8
-    if tail[-4:] != b"PAR1" or length > file.size:
-        message = f"{file.display_name}: not a parquet file, or a damaged one; write it again"
-        raise DataError(message, code="data.damaged")
-    if length > len(tail):
-        tail = file.read(file.size - length, length)
-    shard = ParquetShard(file, tail[-length:])
+def _open_shard(file: ShardFile) -> ParquetShard:
     try:
+        metadata = pq.read_metadata(open_stream(file, buffer_bytes=_TAIL_BYTES))
+        content_id = file.etag
+        if not content_id:
+            footer_bytes = metadata.serialized_size + _FOOTER_END_BYTES
+            footer = file.read(file.size - footer_bytes, footer_bytes)
+            content_id = hashlib.sha256(footer).hexdigest()
+        shard = ParquetShard(file, metadata, content_id)
         assert shard.schema is not None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"{file.display_name}: not a parquet file, or a damaged one ({error}); write it again",
             code="data.damaged",
@@ -193,11 +145,11 @@ def read_label_column(
                     code="data.no_column",
                 )
         make_chunk(
-            shard.file.display_name, (), 0, pa.array([], shard.schema.field(image_column).type)
+            shard.file.display_name, (), 0, pa.nulls(0, shard.schema.field(image_column).type)
         )
     groups = [(shard, group) for shard in shards for group in range(len(shard.group_lengths()))]
     labels = list(
-        thread_map(lambda pair: pair[0].read_group(pair[1], column), groups, _NUM_THREADS)
+        thread_map(lambda pair: pair[0].read_group(pair[1], column), groups, NUM_REQUEST_THREADS)
     )
     try:
         column_type = shards[0].schema.field(column).type

@@ -54,7 +54,7 @@ class Prefetcher:
     Args:
         split: the streamed split.
         images: the images of the split.
-        num_workers: decoding threads; 0 to decode in the calling thread.
+        num_workers: decoding threads; at least one is started.
         timeout_seconds: longest wait for one batch.
     """
 
@@ -92,7 +92,7 @@ class Prefetcher:
         remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
         fetchers = DaemonThreadPool(_NUM_FETCH_THREADS, "fetch")
-        decoders = DaemonThreadPool(self._num_workers, "decode")
+        decoders = DaemonThreadPool(max(self._num_workers, 1), "decode")
         try:
             while True:
                 while len(pending) < _MAX_BATCHES_AHEAD:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from finetune.data.encoded_images import TableChunk, TableImages
 from finetune.data.stat_signatures import stat_signatures
 from finetune.data.streaming.parquet_shards import make_chunk
-from finetune.data.streaming.remote_file import LocalFile, ShardFile
+from finetune.data.streaming.shard_file import LocalFile, ShardFile
 from finetune.errors import DataError
 
 __all__ = ["ReadableShard", "RowGroup", "StreamedImages"]
@@ -39,13 +39,13 @@ class ReadableShard(Protocol):
 
     Attributes:
         file: the file to read.
-        footer: bytes that differ between shards with the same name and size but other content.
+        content_id: differs between shards of the same name and size but other content.
     """
 
     @property
     def file(self) -> ShardFile: ...
     @property
-    def footer(self) -> bytes: ...
+    def content_id(self) -> str: ...
     def group_lengths(self) -> list[int]: ...
     def group_num_bytes(self, group: int, column: str) -> int: ...
     def read_group(self, group: int, column: str) -> pa.ChunkedArray: ...
@@ -227,9 +227,7 @@ class StreamedImages:
         for shard in self._shards:
             file = shard.file
             name = file.path.name if isinstance(file, LocalFile) else file.path
-            # a local file has no ETag; use its footer, which holds the offset of each row group
-            content_id = file.etag or hashlib.sha256(shard.footer).hexdigest()
-            for text in (name.encode(), content_id.encode()):
+            for text in (name.encode(), shard.content_id.encode()):
                 digest.update(struct.pack("<qq", file.size, len(text)) + text)
         digest.update(rows.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
         return digest.hexdigest()

@@ -1,0 +1,327 @@
+"""Read byte ranges of a shard, local or remote, and check that it has not changed.
+
+fsspec's file systems, also huggingface_hub's, do not check status, length and ETag of a range, so
+they could mix the bytes of two versions of a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import build_hf_headers
+
+from finetune.data.decode import open_dataset_file
+from finetune.errors import DataError, FinetuneError, HubError
+from finetune.hub.client import TransientHubError, check_server_status, hub_errors, redact
+from finetune.log import warn_once
+
+__all__ = [
+    "RETRY_WAITS_SECONDS",
+    "LocalFile",
+    "RemoteFile",
+    "ShardFile",
+    "open_stream",
+    "store_urls",
+]
+
+# waits between the tries of a read: a long run survives an outage of a minute
+RETRY_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+_NUM_OPEN_WAITS = 3  # a server that cannot be reached at the start may be misspelled
+_TIMEOUT_SECONDS = 30.0  # between two chunks of a response; without it, the client waits forever
+_MIN_BYTES_PER_SECOND = 1000  # on average; else a slow but steady response never times out
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+# The URL of each hub file in the file store. The Hub limits the rate of its redirects, and one for
+# each range would reach the limit. The store names files by their content, so the bytes of a URL do
+# not change. No lock, because one that another thread holds during a fork is never released.
+store_urls: dict[str, str] = {}
+# errors of httpx that a retry would not change
+_PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file on this machine.
+
+    Attributes:
+        path: path of the file.
+        size: size in bytes when the source was opened.
+        modified_ns: modification time in nanoseconds when the source was opened.
+    """
+
+    path: Path
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def from_path(cls, path: Path) -> LocalFile:
+        """Record size and modification time. Raises: DataError if it cannot be read."""
+        with _open_local(path) as stream:
+            stat = os.fstat(stream.fileno())
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def display_name(self) -> str:
+        """The file's name in messages."""
+        return str(self.path)
+
+    @property
+    def etag(self) -> str:
+        """Empty: a local file has no ETag."""
+        return ""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Read `length` bytes from `offset`. Raises: DataError if unreadable or changed."""
+        with _open_local(self.path) as stream:
+            stream.seek(offset)
+            part = stream.read(length)
+            stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
+        current = stat.st_size, stat.st_mtime_ns
+        if current != (self.size, self.modified_ns) or len(part) != length:
+            raise DataError(
+                f"{self.path}: has changed since it was opened; restore it and start again (files "
+                "must not change during a run)",
+                code="data.changed",
+            )
+        return part
+
+
+@contextlib.contextmanager
+def _open_local(path: Path) -> Iterator[IO[bytes]]:
+    """Open a local file. Raises: DataError if it cannot be opened or read, naming it."""
+    try:
+        with open_dataset_file(path) as stream:
+            yield stream
+    except DataError as error:
+        raise DataError(f"{path}: {error}", code=error.code) from None
+    except OSError as error:
+        message = f"{path}: cannot be read ({error.strerror or error}); check its disk"
+        raise DataError(message, code="data.unreadable") from None
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on the Hugging Face Hub, or on another HTTP server that supports range requests.
+
+    Attributes:
+        url: URL of the file; it may hold a password and is never shown.
+        path: path in the Hub's repository, or on the server.
+        display_name: the file's name in messages.
+        size: size in bytes when the source was opened.
+        etag: hash of the content, as the server named it when the source was opened: its ETag, else
+            its Last-Modified header; empty if the server sends neither.
+    """
+
+    url: str = field(repr=False)
+    path: str
+    display_name: str
+    size: int = -1
+    etag: str = ""
+
+    @classmethod
+    def open_url(cls, url: str) -> RemoteFile:
+        """Request size and ETag of a file on any server. Raises: same as `read`."""
+        parts = urlsplit(url)
+        display_name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return cls(url, unquote(parts.path), display_name)._opened()
+
+    @classmethod
+    def open_on_hub(cls, source: str, repo_id: str, commit: str, path: str) -> RemoteFile:
+        """Request size and ETag of a file in a dataset repository.
+
+        Args:
+            source: the user's source string, for messages.
+            repo_id: owner/name.
+            commit: full sha of the commit.
+            path: path in the repository.
+        Raises: same as `read`.
+        """
+        url = hf_hub_url(repo_id, path, repo_type="dataset", revision=commit)
+        return cls(url, path, f"{source} {path}")._opened()
+
+    def _opened(self) -> RemoteFile:
+        store_urls.pop(self.url, None)  # only the Hub itself sends the ETag
+        found, _ = self._request_with_retries(0, 1, RETRY_WAITS_SECONDS[:_NUM_OPEN_WAITS])
+        return found
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Read `length` bytes from `offset`; retry while the server fails.
+
+        Raises: HubError if the server keeps failing or denies access; DataError if the file is gone
+            or has changed.
+        """
+        found, body = self._request_with_retries(offset, length, RETRY_WAITS_SECONDS)
+        if found != self:
+            raise DataError(
+                f"{self.display_name}: has changed since it was opened; restore it, or train from "
+                "scratch",
+                code="data.changed",
+            )
+        return body
+
+    def _request_with_retries(
+        self, offset: int, length: int, waits_seconds: tuple[float, ...]
+    ) -> tuple[RemoteFile, bytes]:
+        """Request a range. Returns: this file with its current size and ETag, and the bytes."""
+        for wait_seconds in (*waits_seconds, None):
+            try:
+                return self._request_range(offset, length)
+            except TransientHubError as error:
+                store_urls.pop(self.url, None)
+                if wait_seconds is None:
+                    raise HubError(
+                        f"{self.display_name}: {error}, repeatedly; try again later (continue a "
+                        "run with --resume)",
+                        code="hub.unreachable",
+                    ) from None
+                warn_once(f"{self.display_name}: {error}; trying again")
+                asked_seconds = error.retry_after_seconds or 0.0
+                seconds = max(wait_seconds, min(asked_seconds, RETRY_WAITS_SECONDS[-1]))
+            time.sleep(seconds)
+        raise AssertionError("the last try returns or raises")
+
+    def _request_range(self, offset: int, length: int) -> tuple[RemoteFile, bytes]:
+        url = store_urls.get(self.url, self.url)
+        is_in_store = url != self.url
+        # httpx drops the token if the Hub redirects to another host
+        headers = dict(build_hf_headers()) if self._is_on_hub and not is_in_store else {}
+        headers |= {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+        session = get_session()
+        with _connection_errors(self.display_name):
+            request = session.build_request("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS)
+            response = session.send(request, stream=True, follow_redirects=True)
+            with contextlib.closing(response):
+                if is_in_store and response.status_code not in (206, 416):  # expired
+                    raise TransientHubError(f"the file store returned {response.status_code}")
+                self._check_status(response)
+                span = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+                if response.status_code != 206 or not span:
+                    raise HubError(
+                        f"{self.display_name}: the server does not support range requests (status "
+                        f"{response.status_code}); download it, and give its path",
+                        code="hub.wrong_answer",
+                    )
+                body = _read_body(response, length)
+        if (int(span[1]), int(span[2]), len(body)) != (offset, offset + length - 1, length):
+            raise TransientHubError("the server sent another part of the file")
+        if self._is_on_hub and not str(response.url).startswith(f"{constants.ENDPOINT}/"):
+            store_urls[self.url] = str(response.url)
+        etag = self.etag if is_in_store else _etag(response)
+        return replace(self, size=int(span[3]), etag=etag), body
+
+    @property
+    def _is_on_hub(self) -> bool:
+        return self.url.startswith(f"{constants.ENDPOINT}/")
+
+    def _check_status(self, response: Any) -> None:
+        """Raise an error for an HTTP error status."""
+        status = response.status_code
+        if status == 416:
+            raise DataError(
+                f"{self.display_name}: it is empty, or shorter than when it was opened; restore it "
+                "and start again",
+                code="data.changed",
+            )
+        if status in (404, 410):
+            cause = redact(response.headers.get("x-error-message") or response.reason_phrase)
+            message = f"{self.display_name}: no such file ({status} {cause}); check its name"
+            raise DataError(message, code="data.not_found")
+        if status in (401, 403):
+            if self._is_on_hub:
+                with hub_errors(self.display_name, not_found_error=DataError, repo_noun="dataset"):
+                    hf_raise_for_status(response)
+            raise HubError(
+                f"{self.display_name}: the server denies access ({status}); check URL and "
+                "permissions",
+                code="hub.forbidden",
+            )
+        check_server_status(response, server_name="the server")
+
+
+ShardFile = LocalFile | RemoteFile
+
+
+@contextlib.contextmanager
+def _connection_errors(display_name: str) -> Iterator[None]:
+    """Context manager: convert errors of httpx, temporary ones to TransientHubError."""
+    try:
+        yield
+    except (FinetuneError, TransientHubError):
+        raise
+    except Exception as error:  # an invalid URL raises almost any type of error
+        cause = redact(f"{type(error).__name__}: {error}")
+        if isinstance(error, HTTPError) and type(error).__name__ not in _PERMANENT_ERRORS:
+            text = f"the connection failed ({cause})"
+            raise TransientHubError(text, code="hub.unreachable") from None
+        raise HubError(
+            f"{display_name}: cannot be requested ({cause}); check its URL",
+            code="hub.wrong_answer",
+        ) from None
+
+
+def _read_body(response: Any, length: int) -> bytes:
+    """Read a response body. Raises: TransientHubError if it is too long or too slow."""
+    body, start = bytearray(), time.monotonic()
+    for piece in response.iter_raw():
+        body += piece
+        seconds = time.monotonic() - start
+        if len(body) > length:
+            raise TransientHubError(f"the server sent more than the requested {length:,} bytes")
+        if seconds > _TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
+            raise TransientHubError(
+                f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)"
+            )
+    return bytes(body)
+
+
+def _etag(response: Any) -> str:
+    """Return the name of the content: the Hub sends it before it redirects to its file store."""
+    for answer in (*response.history, response):
+        if tag := answer.headers.get("x-linked-etag"):
+            break
+    else:
+        tag = response.headers.get("etag") or response.headers.get("last-modified", "")
+    return str(tag).removeprefix("W/").strip('"')
+
+
+def open_stream(file: ShardFile, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:
+    """Open a shard as a file object, for libraries that read files.
+
+    Args:
+        buffer_bytes: minimum length of the ranges that are read, except at the end.
+    Returns: a seekable stream; its `read` raises the errors of `ShardFile.read`.
+    """
+    return cast(BinaryIO, io.BufferedReader(_RawShardStream(file), buffer_bytes))
+
+
+class _RawShardStream(io.RawIOBase):
+    def __init__(self, file: ShardFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, room: Any) -> int:
+        length = max(min(len(room), self._file.size - self._position), 0)
+        if length:
+            room[:length] = self._file.read(self._position, length)
+            self._position += length
+        return length

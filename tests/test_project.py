@@ -294,13 +294,7 @@ PRIVATE_NAMES = {
     # Accelerate keeps the precision of the first run of a process for all later ones
     "AcceleratorState._reset_state": "no public function clears it",
     # TEMPORARY: bench/predictor.py and training/memory.py
-    "torch._subclasses.fake_tensor": "TEMPORARY: bench/predictor.py, training/memory.py",
-    "torch.utils._python_dispatch": "TEMPORARY: training/memory.py",
-    "torch.utils._pytree": "TEMPORARY: training/memory.py",
-    "storage._cdata": "TEMPORARY: training/memory.py",
     # TEMPORARY: hub/client.py
-    "huggingface_hub.utils._http": "TEMPORARY: hub/client.py",
-    "_http._GLOBAL_CLIENT_FACTORY": "TEMPORARY: hub/client.py",
 }
 
 

@@ -293,8 +293,6 @@ PRIVATE_NAMES = {
     "_ATEN._scaled_dot_product_cudnn_attention_backward": "a key of FlopCounterMode",
     # Accelerate keeps the precision of the first run of a process for all later ones
     "AcceleratorState._reset_state": "no public function clears it",
-    # TEMPORARY: bench/predictor.py and training/memory.py
-    # TEMPORARY: hub/client.py
 }
 
 

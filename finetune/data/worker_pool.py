@@ -24,6 +24,7 @@ from finetune.process_lifecycle import die_with_parent, stop_signals
 __all__ = ["POLL_SECONDS", "WorkerStatus", "parallel_map"]
 
 POLL_SECONDS = 1.0
+_EXIT_SECONDS = 10.0  # for a killed worker to end, on a busy machine
 
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
@@ -230,10 +231,10 @@ def parallel_map(
 
 
 def _wait_for_ended_worker(workers: _Processes) -> None:
-    """Wait briefly until a worker has ended and its exit code is known."""
+    """Wait until a worker has ended and its exit code is known."""
     sentinels = {worker.sentinel: worker for worker in workers}
-    for sentinel in multiprocessing.connection.wait(list(sentinels), timeout=POLL_SECONDS):
-        sentinels[sentinel].join(POLL_SECONDS)  # type: ignore[index]
+    for sentinel in multiprocessing.connection.wait(list(sentinels), timeout=_EXIT_SECONDS):
+        sentinels[sentinel].join(_EXIT_SECONDS)  # type: ignore[index]
 
 
 class _Watchdog:

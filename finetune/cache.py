@@ -5,39 +5,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from finetune.files import describe_file_type
 from finetune.log import logger
 
-__all__ = ["CacheFolder", "PendingCacheFile", "UntrustedCacheError", "cache_path"]
+__all__ = ["WRITE_BUFFER_BYTES", "CacheFolder", "UntrustedCacheError", "cache_path"]
 
-
-_LEFTOVER_NAME = re.compile(r"\.[0-9a-f]{64}\.(?:.+\.tmp|lock)")
-
-
+WRITE_BUFFER_BYTES = 2**20
+_LEFTOVER_NAME = re.compile(r"\.[0-9a-f]{64}.*\.(?:tmp|lock)")
 _LEFTOVER_AGE_SECONDS = 24 * 3600  # files still being written are younger
-
-
-_POLL_SECONDS = 0.25
-
-
-_SILENT_WAIT_SECONDS = 1.0  # wait this long for a lock before logging it
-
-
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
 _OPEN_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -51,19 +38,6 @@ def cache_path(kind: str) -> Path:
 
 class UntrustedCacheError(OSError):
     """Another user owns or can change a file or folder of the cache, so it is not used."""
-
-
-@dataclass
-class PendingCacheFile:
-    """A file of the cache that is being written.
-
-    Attributes:
-        fd: descriptor, open for reading and writing.
-        final_name: the file's name once complete; None discards the file.
-    """
-
-    fd: int
-    final_name: str | None = None
 
 
 class CacheFolder:
@@ -106,14 +80,13 @@ class CacheFolder:
     def __exit__(self, *_: object) -> None:
         os.close(self._dir_fd)
 
-    def open(self, name: str) -> int:
+    def open(self, name: str) -> io.BufferedReader:
         """Open a file for reading.
 
-        Returns: a descriptor, which the caller closes.
         Raises: FileNotFoundError; UntrustedCacheError if it is not a regular file, or if another
             user owns it or can write to it; OSError if it cannot be opened.
         """
-        return self._open_trusted(name, os.O_RDONLY)
+        return os.fdopen(self._open_trusted(name, os.O_RDONLY), "rb")
 
     def _open_trusted(self, name: str, flags: int) -> int:
         try:
@@ -136,46 +109,36 @@ class CacheFolder:
 
         Raises: same as `open`; also ValueError if the file is larger than `max_bytes`.
         """
-        with os.fdopen(self.open(name), "rb") as file:
+        with self.open(name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
                 raise ValueError(f"{size:,} bytes are more than the {max_bytes:,} allowed")
             return file.read(size)
 
     @contextlib.contextmanager
-    def write(self, key: str, *, resume: bool = False) -> Iterator[PendingCacheFile]:
+    def write(self, name: str) -> Iterator[BinaryIO]:
         """Write a file atomically: other processes see the whole file or none.
 
         Args:
-            key: hexadecimal sha256 of everything that the content depends on.
-            resume: continue the partial file of a stopped process, and keep the partial file if
-                this process is stopped; the caller must hold the lock of the key.
-        Yields: the open `PendingCacheFile`; set its `final_name` before the block ends, which
-            renames the file.
+            name: final name; begins with the hexadecimal sha256 of what the content depends on.
+        Yields: a new file, open for writing and reading. It gets its name when the block ends; an
+            error in the block removes it.
         Raises: OSError if the file cannot be written.
         """
-        temporary = f".{key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        dir_fds = {"src_dir_fd": self._dir_fd, "dst_dir_fd": self._dir_fd}
-        flags, keep_partial = os.O_RDWR, False
-        if resume and (unfinished := self.list_files(key, ".tmp")):
-            os.replace(unfinished.pop(), temporary, **dir_fds)
-            for name in unfinished:
-                self.remove(name)
-        else:
-            flags |= os.O_CREAT | os.O_EXCL
-        new = PendingCacheFile(self._open_trusted(temporary, flags))
+        temporary = f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        descriptor = self._open_trusted(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        file = os.fdopen(descriptor, "w+b", buffering=WRITE_BUFFER_BYTES)
         try:
-            yield new
-            if new.final_name:
-                os.fsync(new.fd)  # a power cut must not leave a name without its bytes
-                os.replace(temporary, new.final_name, **dir_fds)
-        except BaseException as error:
-            keep_partial = resume and not isinstance(error, Exception)  # stopped by a signal
+            yield file
+            file.flush()
+            os.fsync(descriptor)  # a power cut must not leave a name without its bytes
+            os.replace(temporary, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        except BaseException:
+            self.remove(temporary)
             raise
         finally:
-            os.close(new.fd)
-            if not keep_partial:
-                self.remove(temporary)
+            with contextlib.suppress(OSError):  # of a disk that is still full
+                file.close()
 
     def remove(self, name: str) -> None:
         """Remove a file; do nothing if it is gone or cannot be removed."""
@@ -188,69 +151,53 @@ class CacheFolder:
             os.utime(name, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def list_files(self, key: str, suffix: str) -> list[str]:
-        """Return the sorted names of a key's files; suffix ".tmp" selects partial files."""
-        start = f".{key}." if suffix == ".tmp" else key
+        """Return the sorted names of the files that begin with a key and end with a suffix."""
         return sorted(
             name
             for name in os.listdir(self._dir_fd)
-            if name.startswith(start) and name.endswith(suffix)
+            if name.startswith(key) and name.endswith(suffix)
         )
 
-    def has_file(self, key: str) -> bool:
-        """Return True if a process has written the file of a key, or is writing it."""
-        return any(key in name for name in os.listdir(self._dir_fd))
+    def remove_partial_files(self, key: str) -> None:
+        """Remove what killed processes left of the file of a key; the caller must hold its lock."""
+        for name in self.list_files(f".{key}", ".tmp"):
+            self.remove(name)
 
     @contextlib.contextmanager
-    def lock(self, key: str, *, stall_timeout_seconds: float) -> Iterator[bool]:
-        """Lock a key, so that one process at a time writes its file.
+    def lock(self, key: str) -> Iterator[None]:
+        """Lock a key, so that one process at a time writes its file; the others wait.
 
-        Args:
-            key: same as for `write`.
-            stall_timeout_seconds: stop waiting if the partial file of the process that holds the
-                lock does not change for this long.
-        Yields: True if this process holds the lock; False if it stopped waiting.
+        The system releases the lock of a process that ends, even if it was killed.
+
         Raises: UntrustedCacheError if another user owns the lock file.
         """
-        name, progress, is_logged = f".{key}.lock", None, False
-        started = last_change = time.monotonic()
-        while (held := self._try_lock(name)) is None:
-            now = time.monotonic()
-            if not is_logged and now - started >= min(_SILENT_WAIT_SECONDS, stall_timeout_seconds):
+        name = f".{key}.lock"
+        lock = self._wait_for_lock(name)
+        try:
+            yield
+        finally:
+            self.remove(name)  # while locked: a waiting process checks that it exists
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes share this lock
+            os.close(lock)
+
+    def _wait_for_lock(self, name: str) -> int:
+        """Return the descriptor of the locked file."""
+        lock = self._open_trusted(name, os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 logger.info(
                     f"{self.path}: another process is writing the same file; waiting for it"
                 )
-                is_logged = True
-            before, progress = progress, self._partial_files(key)
-            last_change = now if progress != before else last_change
-            if now - last_change > stall_timeout_seconds:
-                yield False
-                return
-            time.sleep(_POLL_SECONDS)
-        try:
-            yield True
-        finally:
-            self.remove(name)  # while locked: a waiting process checks that it exists
-            fcntl.flock(held, fcntl.LOCK_UN)  # forked processes share this lock
-            os.close(held)
-
-    def _try_lock(self, name: str) -> int | None:
-        """Return the descriptor of the lock, or None while another process holds it."""
-        lock = self._open_trusted(name, os.O_RDWR | os.O_CREAT)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
                 return lock
+        except BaseException:
+            os.close(lock)
+            raise
         os.close(lock)
-        return None
-
-    def _partial_files(self, key: str) -> list[tuple[str, int]]:
-        """Return name and mtime of each partial file of a key; a change means progress."""
-        files = []
-        for name in self.list_files(key, ".tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                state = os.stat(name, dir_fd=self._dir_fd, follow_symlinks=False)
-                files.append((name, state.st_mtime_ns))
-        return files
+        return self._wait_for_lock(name)  # the process that held it has removed it
 
     def fits_on_disk(self, num_bytes: int, *, max_fraction: float) -> bool:
         """Return True if `num_bytes` is less than `max_fraction` of the free disk space."""

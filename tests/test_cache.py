@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import multiprocessing
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from logs import logging_nothing
 
-from finetune import cache as cache_module
 from finetune.cache import CacheFolder, UntrustedCacheError, cache_path
-from finetune.log import logger
 
 KEY = hashlib.sha256(b"one").hexdigest()
 BIN_NAME = re.compile(r"[a-z]\.bin")
@@ -29,9 +29,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_file(folder: Path, name: str = "a.bin", content: bytes = b"whole") -> Path:
-    with CacheFolder(folder) as cache, cache.write(KEY) as new:
-        os.write(new.fd, content)
-        new.final_name = name
+    with CacheFolder(folder) as cache, cache.write(name) as file:
+        file.write(content)
     return folder / name
 
 
@@ -53,20 +52,15 @@ def test_cache_path_follows_the_environment(
 
 def test_a_file_is_written_completely_or_not_at_all(folder: Path) -> None:
     with CacheFolder(folder) as cache:
-        with cache.write(KEY) as new:
-            os.write(new.fd, b"whole")
-            assert len(cache.list_files(KEY, ".tmp")) == 1
-            new.final_name = "a.bin"
+        with cache.write("a.bin") as file:
+            file.write(b"whole")
             assert not (folder / "a.bin").exists()
         assert cache.read("a.bin", max_bytes=5) == b"whole"
         with pytest.raises(ValueError, match="more than the 4"):
             cache.read("a.bin", max_bytes=4)
-        with cache.write(KEY) as new:
-            os.write(new.fd, b"no name")
 
         def write_and_fail() -> None:
-            with cache.write(KEY) as new:
-                new.final_name = "b.bin"
+            with cache.write("b.bin"):
                 raise RuntimeError
 
         with pytest.raises(RuntimeError):
@@ -110,7 +104,7 @@ def test_unsafe_files_and_folders_are_refused(folder: Path, case: str) -> None:
         pytest.skip("only root can give a file away")
     message, change = UNSAFE_CHANGES[case]
     path = write_file(folder)
-    CacheFolder(folder).open("a.bin")
+    CacheFolder(folder).open("a.bin").close()
     change(path)
     with pytest.raises(UntrustedCacheError, match=message) as caught, CacheFolder(folder) as cache:
         cache.open("a.bin")
@@ -129,61 +123,53 @@ def test_the_cache_may_be_a_symlink_of_the_same_user(folder: Path, tmp_path: Pat
         CacheFolder(folder)
 
 
-def hold_lock(folder: Path, is_held: object, grow: bool) -> None:
-    with CacheFolder(folder) as cache, cache.lock(KEY, stall_timeout_seconds=9) as locked:
-        assert locked
-        with cache.write(KEY) as new:
-            is_held.set()  # type: ignore[attr-defined]
-            while True:
-                time.sleep(0.02)
-                if grow:
-                    os.write(new.fd, b"more")
+def hold_lock(folder: Path, is_held: Any) -> None:
+    with CacheFolder(folder) as cache, cache.lock(KEY), cache.write(f"{KEY}.bin") as file:
+        file.write(b"half")
+        file.flush()
+        is_held.set()
+        time.sleep(600)
 
 
-@pytest.mark.parametrize("grow", [True, False])
-def test_waiting_for_a_lock_logs_once_then_times_out_or_takes_over(
-    folder: Path, grow: bool, monkeypatch: pytest.MonkeyPatch
+def test_waits_for_a_lock_until_its_holder_is_killed(
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache_module, "_POLL_SECONDS", 0.05)
+    caplog.set_level("INFO")
     fork = multiprocessing.get_context("fork")
     is_held = fork.Event()
-    holder = fork.Process(target=hold_lock, args=(folder, is_held, grow))
+    holder = fork.Process(target=hold_lock, args=(folder, is_held))
     holder.start()
     assert is_held.wait(30)
-    started = time.monotonic()
-
-    messages: list[str] = []
-
-    def log_waiting(text: str) -> None:
-        messages.append(text)
-        if grow:
-            holder.kill()
-
-    monkeypatch.setattr(logger, "info", log_waiting)
+    timer = threading.Timer(0.3, holder.kill)
     with CacheFolder(folder) as cache:
-        with cache.lock(KEY, stall_timeout_seconds=1.5) as locked:
-            assert locked is grow  # a growing file extends the wait; a killed holder is taken over
-        other_key = hashlib.sha256(b"other").hexdigest()
-        with cache.lock(other_key, stall_timeout_seconds=0) as locked:
-            assert locked
-    assert 0.9 < time.monotonic() - started < 20
-    (message,) = messages
-    assert "waiting" in message
-    holder.kill()
-    holder.join()
+        with cache.lock(hashlib.sha256(b"other").hexdigest()):
+            assert holder.is_alive()
+        timer.start()
+        with cache.lock(KEY):
+            holder.join(30)
+            assert holder.exitcode == -signal.SIGKILL
+            cache.remove_partial_files(KEY)
+    assert not list(folder.iterdir())
+    assert ["waiting for it" in message for message in caplog.messages] == [True]
 
 
-def test_a_lock_file_is_removed_and_never_held_twice(folder: Path) -> None:
-    with CacheFolder(folder) as cache, logging_nothing():
-        with cache.lock(KEY, stall_timeout_seconds=9):
-            (lock,) = folder.iterdir()
-            orphan = os.open(lock, os.O_RDWR)
-            assert cache._try_lock(lock.name) is None
-        assert not list(folder.iterdir())
-        fcntl.flock(orphan, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlocked, but its path is gone
-        with cache.lock(KEY, stall_timeout_seconds=9) as locked:
-            assert locked
-    os.close(orphan)
+def test_a_waiting_process_locks_a_file_that_exists(folder: Path) -> None:
+    """The process that held the lock removes its file, so another process could lock a new one."""
+    fork = multiprocessing.get_context("fork")
+    seen = fork.SimpleQueue()
+
+    def wait_and_list() -> None:
+        with CacheFolder(folder) as cache, cache.lock(KEY):
+            seen.put([path.suffix for path in folder.iterdir()])
+
+    waiting = fork.Process(target=wait_and_list)
+    with CacheFolder(folder) as cache, cache.lock(KEY):
+        waiting.start()
+        time.sleep(0.5)
+        assert seen.empty()
+    assert seen.get() == [".lock"]
+    waiting.join(30)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "another user's"])
@@ -203,7 +189,7 @@ def test_an_unsafe_lock_file_is_refused(folder: Path, tmp_path: Path, kind: str)
         CacheFolder(folder) as cache,
         logging_nothing(),
         pytest.raises(UntrustedCacheError),
-        cache.lock(KEY, stall_timeout_seconds=9),
+        cache.lock(KEY),
     ):
         pass
     assert not (tmp_path / "made").exists()
@@ -213,7 +199,7 @@ def test_evict_removes_the_oldest_files_and_keeps_unknown_names(folder: Path) ->
     for age, name in enumerate(("c.bin", "b.bin", "a.bin", "mine.txt")):
         path = write_file(folder, name, bytes(100))
         os.utime(path, (time.time() - 100 * age,) * 2)
-    old_temporary, new_temporary = (folder / f".{KEY}.{number}.tmp" for number in (1, 2))
+    old_temporary, new_temporary = (folder / f".{KEY}.bin.{number}.tmp" for number in (1, 2))
     lock = folder / f".{KEY}.lock"
     for path in (old_temporary, new_temporary, lock):
         path.write_text("half")

@@ -1,16 +1,24 @@
-"""Decode every image of a split in parallel, find unreadable images, and estimate image sizes."""
+"""Decode the images of a split in worker processes, and report the unreadable ones.
 
-# N images, H W pixels
+Workers return images through buffers in shared memory that are used again and again: each tensor
+that a torch worker sends allocates new shared memory, whose pages the kernel must zero, which is
+half as much work as decoding.
+"""
+
+# N images, M of them readable, H W pixels
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-from collections.abc import Callable
+import itertools
+import math
+import mmap
+import zlib
+from collections.abc import Generator, Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.source import Source, Split
@@ -23,6 +31,8 @@ from finetune.progress import item_bar
 __all__ = [
     "SMALL_SPLIT_BYTES",
     "TIMEOUT_SECONDS",
+    "DecodedImage",
+    "decode_batches",
     "decode_split",
     "drop_unreadable",
     "estimate_common_size",
@@ -33,29 +43,28 @@ __all__ = [
 ]
 
 TIMEOUT_SECONDS = 900.0
-# Maximum images per task: sending a task costs about as much as decoding a small image.
+# Maximum images per batch of `decode_split`: sending one costs as much as decoding a small image.
 _MAX_CHUNK_IMAGES = 128
-# Maximum decoded bytes per task: a large image is its own task, so that the progress bar moves.
+# Maximum decoded bytes per batch: a large image is its own batch, so that the progress bar moves.
 _MAX_CHUNK_BYTES = 2**21
 # Smaller splits decode in less than a second, without worker processes and cache files.
 SMALL_SPLIT_BYTES = 2**24
-# Queued tasks per worker, so that no worker waits for its next task.
-_PREFETCH_FACTOR = 4
+_PREFETCH_BYTES = 2**24  # decoded bytes ahead per worker, at most 8 batches of small images
+_BATCH_BYTES_HEADROOM = 4  # reserve 4 times the mean: memory costs nothing until it is written
 _MAX_LISTED = 20
+_MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
 
 
-class _TaskResult(NamedTuple):
-    """Result of a task.
+class DecodedImage(NamedTuple):
+    """A decoded image.
 
     Attributes:
-        failed: (index, message) of unreadable images.
-        warnings: (message, key) of the warnings that decoding logged.
-        error: errno of a failed write; 0 if none failed.
+        pixels: (H, W, 3) uint8, read-only.
+        crc32: checksum of the pixels; 0 if none was requested.
     """
 
-    failed: list[tuple[int, str]]
-    warnings: list[tuple[str, str | None]]
-    error: int = 0
+    pixels: NDArray[np.uint8]
+    crc32: int
 
 
 def sample_image_sizes(split: Split, num_images: int) -> tuple[list[tuple[int, int]], int]:
@@ -83,74 +92,157 @@ def estimate_decoded_bytes(split: Split) -> int:
     return int(np.mean([3 * each for each in pixels]) * len(split)) if pixels else 0
 
 
+def decode_batches(
+    split: Split,
+    batches: Iterable[NDArray[np.int64]],
+    *,
+    num_workers: int,
+    timeout_seconds: float,
+    bytes_per_image: int,
+    prefetch_factor: int = 3,
+    with_checksums: bool = False,
+) -> Generator[list[DecodedImage | DataError], None, None]:
+    """Decode batches of images, in worker processes that work ahead.
+
+    Args:
+        batches: indices of the images in the split, consumed lazily.
+        num_workers: worker processes; 0 to decode in this process.
+        timeout_seconds: longest wait for a batch before a worker counts as hanging.
+        bytes_per_image: estimate for a decoded image.
+        prefetch_factor: batches ahead per worker, so that it need not wait for a slower worker.
+        with_checksums: compute the crc32 of each image.
+    Yields: for each batch, in order, the images, valid until the next batch is requested; or the
+        error of an unreadable image.
+    Raises: DataError for an image that crashes the decoder; SetupError if a worker was killed or
+        hangs.
+    """
+    remaining = iter(batches)
+    first = next(remaining, None)
+    if first is None:
+        return
+    batches = itertools.chain([first], remaining)
+
+    def decode(index: int, buffer: NDArray[np.uint8] | None) -> DecodedImage | DataError:
+        try:
+            pixels = np.ascontiguousarray(split.decode(index, buffer))
+        except DataError as error:
+            return error
+        return DecodedImage(pixels, zlib.crc32(pixels.data) if with_checksums else 0)
+
+    if not num_workers:
+        for indices in batches:
+            yield [decode(index, None) for index in indices.tolist()]
+        return
+
+    status = WorkerStatus(num_workers)
+    # One slot more than batches in progress, for the batch that the caller reads. A later batch may
+    # have one image more than the first.
+    num_slots = num_workers * prefetch_factor + 1
+    slot_bytes = (len(first) + 1) * bytes_per_image * _BATCH_BYTES_HEADROOM
+    slots = _allocate_shared_memory(num_slots * slot_bytes).reshape(num_slots, slot_bytes)
+
+    def decode_batch(task: tuple[int, NDArray[np.int64]]) -> tuple[int, list[Any], list[Any]]:
+        """Decode a batch into a slot; a shape stands for an image that is in the slot."""
+        slot, indices = task
+        collect_warnings()
+        free, sent = slots[slot], list[Any]()
+        for index in indices.tolist():
+            with status.decoding(index):
+                image = decode(index, free)
+            if isinstance(image, DecodedImage) and image.pixels.size <= free.size:
+                pixels = image.pixels
+                if not np.may_share_memory(pixels, free):
+                    free[: pixels.size].reshape(pixels.shape)[...] = pixels
+                free = free[pixels.size :]
+                sent.append((pixels.shape, image.crc32))
+            else:
+                sent.append(image)  # pickled
+        return slot, sent, collect_warnings()
+
+    results = parallel_map(
+        decode_batch,
+        zip(itertools.cycle(range(num_slots)), batches),
+        status=status,
+        num_workers=num_workers,
+        name_of=split.name_of,
+        timeout_seconds=timeout_seconds,
+        prefetch_factor=prefetch_factor,
+    )
+    with contextlib.closing(results):
+        for slot, sent, warnings in results:
+            for message, key in warnings:
+                warn_once(message, key=key)
+            images, start = list[DecodedImage | DataError](), 0
+            for item in sent:
+                if isinstance(item, DataError) or isinstance(item[0], np.ndarray):
+                    images.append(item)
+                else:
+                    shape, checksum = item
+                    end = start + math.prod(shape)
+                    images.append(DecodedImage(slots[slot, start:end].reshape(shape), checksum))
+                    start = end
+            yield images
+
+
+def _allocate_shared_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Return zeros that forked processes share; pages take memory only when written.
+
+    Raises: OSError on a system without overcommit that has too little memory.
+    """
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+    return np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
+
+
 def decode_split(
     split: Split,
-    write_image: Callable[[int, np.ndarray], None] | None = None,
     *,
     num_workers: int,
     progress: bool,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> list[tuple[int, str]]:
+    with_checksums: bool = False,
+) -> Generator[DecodedImage | DataError, None, None]:
     """Decode every image of a split, in worker processes unless the split is small.
 
-    Args:
-        write_image: function that stores an image, given its index and the pixels, (H, W, 3)
-            uint8. Runs in the workers, in any order, so it must write to shared memory or a file.
-            None to discard the images.
-        num_workers: worker processes; 0 to decode in this process.
-        timeout_seconds: longest wait for a chunk of images before a worker counts as hanging.
-    Returns: (index, message) of unreadable images, ascending.
-    Raises: OSError if `write_image` does; DataError for an image that crashes the decoder;
-        SetupError if a worker was killed or hangs.
+    Args: see `decode_batches`.
+    Yields: each image in order, valid until the next is requested; or the error of an unreadable
+        image.
+    Raises: same as `decode_batches`.
     """
-    mean_bytes = estimate_decoded_bytes(split) / max(len(split), 1)
-    chunk_size = int(min(max(_MAX_CHUNK_BYTES // max(mean_bytes, 1), 1), _MAX_CHUNK_IMAGES))
-    status = WorkerStatus(num_workers)
-
-    def decode_some(task: int) -> _TaskResult:
-        get_warnings = collect_warnings if status.is_worker else list[tuple[str, str | None]]
-        get_warnings()
-        failed = []
-        for index in range(task * chunk_size, min((task + 1) * chunk_size, len(split))):
-            try:
-                with status.decoding(index):
-                    image = split.decode(index)
-            except DataError as error:
-                failed.append((index, str(error)))
-                continue
-            try:
-                if write_image is not None:
-                    write_image(index, image)
-            except OSError as error:  # torch's DataLoader would lose the errno
-                return _TaskResult(failed, get_warnings(), error.errno or errno.EIO)
-        return _TaskResult(failed, get_warnings())
-
-    num_tasks = -(-len(split) // chunk_size)
-    if num_workers and mean_bytes * len(split) >= SMALL_SPLIT_BYTES:
-        pool_options: dict[str, Any] = {
-            "in_order": False,
-            "prefetch_factor": _PREFETCH_FACTOR,
-            "name_of": split.name_of,
-        }
-        pool_options |= {
-            "status": status,
-            "num_workers": num_workers,
-            "timeout_seconds": timeout_seconds,
-        }
-        results = parallel_map(decode_some, range(num_tasks), **pool_options)
-    else:
-        results = (decode_some(task) for task in range(num_tasks))
+    num_bytes = estimate_decoded_bytes(split)
+    bytes_per_image = num_bytes // max(len(split), 1) + 1
+    chunk_size = min(max(_MAX_CHUNK_BYTES // bytes_per_image, 1), _MAX_CHUNK_IMAGES)
+    chunks = (
+        np.arange(first, min(first + chunk_size, len(split)))
+        for first in range(0, len(split), chunk_size)
+    )
+    decoded = decode_batches(
+        split,
+        chunks,
+        num_workers=num_workers if num_bytes >= SMALL_SPLIT_BYTES else 0,
+        timeout_seconds=timeout_seconds,
+        bytes_per_image=bytes_per_image,
+        prefetch_factor=min(max(_PREFETCH_BYTES // (chunk_size * bytes_per_image), 2), 8),
+        with_checksums=with_checksums,
+    )
     bar = item_bar(len(split), label=split.name, shown=progress)
-    failed: list[tuple[int, str]] = []
-    with contextlib.closing(results), bar:
-        for chunk, result in enumerate(results):
-            for message, key in result.warnings:
-                warn_once(message, key=key)
-            if result.error:
-                raise OSError(result.error, os.strerror(result.error))
-            failed += result.failed
-            bar.update(min(chunk_size, len(split) - chunk * chunk_size))
-    return sorted(failed)
+    with contextlib.closing(decoded), bar:
+        for images in decoded:
+            yield from images
+            bar.update(len(images))
+
+
+def _find_unreadable(split: Split, **options: Any) -> list[tuple[int, str]]:
+    """Decode all images and discard the pixels.
+
+    Returns: (index, message) of unreadable images, ascending.
+    """
+    with contextlib.closing(decode_split(split, **options)) as images:
+        return [
+            (index, str(image))
+            for index, image in enumerate(images)
+            if isinstance(image, DataError)
+        ]
 
 
 def find_unreadable_images(
@@ -163,7 +255,7 @@ def find_unreadable_images(
     """
     unreadable = []
     for split in source.splits.values():
-        for index, message in decode_split(split, num_workers=num_workers, progress=progress):
+        for index, message in _find_unreadable(split, num_workers=num_workers, progress=progress):
             name = split.name_of(index)
             unreadable.append(
                 {
@@ -191,7 +283,7 @@ def readable_indices(
     Returns: (M,) int64, indices of the readable images, ascending.
     Raises: same as `decode_split` and `drop_unreadable`.
     """
-    failed = decode_split(
+    failed = _find_unreadable(
         split, num_workers=num_workers, progress=progress, timeout_seconds=timeout_seconds
     )
     return drop_unreadable(split, failed, unreadable)
@@ -208,7 +300,8 @@ def drop_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: str
     """
     if failed and unreadable == "stop":
         raise DataError(_unreadable_message(split, failed), code="data.unreadable")
-    readable = np.setdiff1d(np.arange(len(split)), [index for index, _ in failed]).astype(np.int64)
+    failed_indices = np.array([index for index, _ in failed], dtype=np.int64)
+    readable = np.delete(np.arange(len(split)), failed_indices)
     counts = count_images_per_class(split.labels, 0)
     empty_classes = np.flatnonzero(
         (counts > 0) & (count_images_per_class(split.labels[readable], len(counts)) == 0)

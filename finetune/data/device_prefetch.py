@@ -37,12 +37,11 @@ def collate_ragged(images: Sequence[NDArray[np.uint8]], device: torch.device) ->
         device: target of the later copy; the buffer is pinned if it is a GPU.
     """
     sizes = np.array([image.shape[:2] for image in images], np.int64)
-    pixels = allocate_host_memory(3 * int(sizes.prod(axis=1).sum()) + TAIL_PADDING, device)
-    buffer, start = pixels.numpy(), 0
-    for image in images:
-        buffer[start : start + image.size].reshape(image.shape)[...] = image
-        start += image.size
-    buffer[start:] = 0
+    num_bytes = 3 * int(sizes.prod(axis=1).sum())
+    pixels = allocate_host_memory(num_bytes + TAIL_PADDING, device)
+    buffer = pixels.numpy()
+    np.concatenate([image.reshape(-1) for image in images], out=buffer[:num_bytes])
+    buffer[num_bytes:] = 0
     return RaggedBatch.from_packed(pixels, sizes)
 
 

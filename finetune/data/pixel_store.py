@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Generator, Iterable
 from typing import Literal
@@ -25,6 +23,8 @@ from finetune.cache import cache_path
 from finetune.data.decode_split import (
     SMALL_SPLIT_BYTES,
     TIMEOUT_SECONDS,
+    DecodedImage,
+    decode_batches,
     estimate_common_size,
     estimate_decoded_bytes,
     readable_indices,
@@ -43,23 +43,18 @@ from finetune.data.pixel_cache import (
     decode_with_cache,
 )
 from finetune.data.pixel_file import DecodedImages
-from finetune.data.shared_memory import SharedBatchBuffers, WrittenImages
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import build_prefetcher
-from finetune.data.worker_pool import WorkerStatus, parallel_map
 from finetune.errors import DataError
 from finetune.formatting import format_bytes
 from finetune.host_resources import num_cores, total_memory_bytes
 from finetune.log import logger
-from finetune.transforms.ragged import RaggedBatch
 from finetune.transforms.sample_rng import to_device
 
 __all__ = ["PixelStore", "build_pixel_store", "resolve_num_workers"]
 
 _MAX_MEMORY_FRACTION = 0.4  # maximum share of the host's memory, for all its processes together
 _MAX_DEVICE_FRACTION = 0.25  # maximum share of the device's free memory
-_PREFETCH_FACTOR = 3  # batches per worker, so that it need not wait for a slower worker
-_BATCH_BYTES_HEADROOM = 4  # reserve 4 times the mean: memory costs nothing until it is written
 _MAX_DECODE_WORKERS = 32
 _UNREADABLE_HINT = (
     "finetune data scan lists all such images; fix them, or leave them out with "
@@ -140,59 +135,25 @@ class PixelStore:
                     yield collate_ragged(
                         [image.permute(1, 2, 0).numpy() for image in images], self.device
                     )
-        elif self.num_workers:
-            with contextlib.closing(self._worker_batches(batches)) as worker_batches:
-                for packed in worker_batches:
-                    yield as_dense(packed, self.common_size)
         else:
-            for indices in batches:
-                try:
-                    images_HWC = [self.split.decode(index) for index in indices.tolist()]
-                except DataError as error:
-                    raise DataError(f"{error}; {_UNREADABLE_HINT}", code=error.code) from error
-                yield as_dense(collate_ragged(images_HWC, self.device), self.common_size)
+            decoded = decode_batches(
+                self.split,
+                batches,
+                num_workers=self.num_workers,
+                timeout_seconds=self.timeout_seconds,
+                bytes_per_image=self.bytes_per_image,
+            )
+            with contextlib.closing(decoded):
+                for results in decoded:
+                    arrays = [_pixels_of(result) for result in results]
+                    yield as_dense(collate_ragged(arrays, self.device), self.common_size)
 
-    def _worker_batches(
-        self, batches: Iterable[NDArray[np.int64]]
-    ) -> Generator[RaggedBatch, None, None]:
-        """Yield batches that workers decode ahead; each is valid until the next is requested."""
-        remaining = iter(batches)
-        first = next(remaining, None)
-        if first is None:
-            return
-        status = WorkerStatus(self.num_workers)
-        # One slot more than batches in progress, for the batch that the caller reads. A later batch
-        # may have one image more than the first.
-        max_batch_bytes = (len(first) + 1) * self.bytes_per_image * _BATCH_BYTES_HEADROOM
-        buffers = SharedBatchBuffers(self.num_workers * _PREFETCH_FACTOR + 1, max_batch_bytes)
 
-        def decode(index: int, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            with status.decoding(index):
-                return self.split.decode(index, buffer)
-
-        def decode_all(task: tuple[int, NDArray[np.int64]]) -> tuple[int, WrittenImages | str]:
-            slot, indices = task
-            try:
-                decode_fns = (functools.partial(decode, index) for index in indices.tolist())
-                return slot, buffers.write(slot, decode_fns)
-            except DataError as error:  # must not kill the worker
-                return slot, str(error)
-
-        tasks = zip(itertools.cycle(range(buffers.num_slots)), itertools.chain([first], remaining))
-        results = parallel_map(
-            decode_all,
-            tasks,
-            status=status,
-            num_workers=self.num_workers,
-            name_of=self.split.name_of,
-            timeout_seconds=self.timeout_seconds,
-            prefetch_factor=_PREFETCH_FACTOR,
-        )
-        with contextlib.closing(results):
-            for slot, written in results:
-                if isinstance(written, str):
-                    raise DataError(f"{written}; {_UNREADABLE_HINT}", code="data.unreadable")
-                yield buffers.read(slot, written)
+def _pixels_of(image: DecodedImage | DataError) -> NDArray[np.uint8]:
+    """Return the pixels, (H, W, 3). Raises: DataError if the image is unreadable."""
+    if isinstance(image, DataError):
+        raise DataError(f"{image}; {_UNREADABLE_HINT}", code=image.code) from image
+    return image.pixels
 
 
 def resolve_num_workers(workers: int | Literal["auto"], local_world_size: int) -> int:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["UNSETTLED", "IntArray", "are_settled", "stat_signatures"]
-
-IntArray: TypeAlias = NDArray[np.int64]
+__all__ = ["are_settled", "stat_signatures"]
 
 _SETTLED_NS = 2 * 10**9
-UNSETTLED = -1  # replaces the device number of a file whose next change may not show
+_UNSETTLED = -1  # replaces the device number of a file whose next change may not show
 
 
-def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> IntArray:
+def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[np.int64]:
     """Return signatures that change with the content of files; call this before reading them.
 
     Args:
@@ -40,10 +37,10 @@ def _stat_signature(
     except (OSError, ValueError):
         return (0, 0, 0, 0, 0)
     is_recent = max(stat.st_mtime_ns, stat.st_ctime_ns) > settled_before_ns
-    device = UNSETTLED if is_recent else stat.st_dev % 2**63
+    device = _UNSETTLED if is_recent else stat.st_dev % 2**63
     return device, stat.st_ino % 2**63, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def are_settled(signatures_F5: IntArray) -> bool:
+def are_settled(signatures_F5: NDArray[np.int64]) -> bool:
     """True if files that keep these signatures need not be read again; False for no files."""
-    return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == UNSETTLED)
+    return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == _UNSETTLED)

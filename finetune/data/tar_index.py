@@ -51,7 +51,6 @@ _MAX_HEADER_BYTES = 2**16  # limit for an extended header; real ones are shorter
 _MAX_LABEL_BYTES = 2**20
 _MAX_PADDING_BYTES = 2**20  # zeros after the last member: writers pad to a block
 _DISK_BUFFER_BYTES, _HTTP_BUFFER_BYTES = 2**12, 2**18  # read size for headers
-_TIMEOUT_SECONDS = 900.0  # for ranks that wait while another rank indexes one shard
 _LABEL_FIELDS = ("label", "class", "cls")
 _COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -153,7 +152,7 @@ def index_shards(
                 return cast("list[TarShard]", cached)
             lock_key = hashlib.sha256("".join(map(str, keys)).encode()).hexdigest()
             # one rank indexes all shards; the others wait
-            with cache.lock(lock_key, stall_timeout_seconds=_TIMEOUT_SECONDS):
+            with cache.lock(lock_key):
                 indexes = _map_shards(load_or_index, pairs)
             cache.evict(MAX_CACHE_BYTES, keep_name="", pattern=_INDEX_FILE_NAME)
             return indexes
@@ -244,10 +243,8 @@ def _save_cached(cache: CacheFolder, index: TarShard, key: str | None) -> None:
     }
     body = json.dumps(fields).encode()
     try:
-        with cache.write(key) as new_file, os.fdopen(os.dup(new_file.fd), "wb") as stream:
+        with cache.write(f"{key}.tarindex") as stream:
             stream.write(hashlib.sha256(body).digest() + body)
-            stream.flush()
-            new_file.final_name = f"{key}.tarindex"
     except OSError as error:
         _warn_not_cached(error)
 

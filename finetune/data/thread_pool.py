@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 from collections import deque
@@ -73,12 +74,16 @@ def thread_map(
 ) -> Generator[_Item, None, None]:
     """Apply an I/O-bound function to tasks in threads; yield the results in task order.
 
-    A stop signal ends the iteration immediately, even if a server hangs.
+    Tasks are consumed lazily, so that few results wait in memory. A stop signal ends the iteration
+    immediately, even if a server hangs.
     """
     pool = DaemonThreadPool(num_threads, "read")
     try:
-        futures = deque(pool.submit(functools.partial(fn, task)) for task in tasks)
+        submitted = (pool.submit(functools.partial(fn, task)) for task in tasks)
+        futures = deque(itertools.islice(submitted, 2 * num_threads))
         while futures:
-            yield futures.popleft().result()
+            result = futures.popleft().result()
+            futures.extend(itertools.islice(submitted, 1))
+            yield result
     finally:
         pool.shutdown()

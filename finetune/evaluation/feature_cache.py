@@ -64,7 +64,7 @@ def _read_feature_file(
     cache: CacheFolder, name: str, key: str, num_images: int
 ) -> NDArray[np.float32]:
     """Read and verify a whole file. Raises: ValueError if it was not written for this key."""
-    with os.fdopen(cache.open(name), "rb") as file:
+    with cache.open(name) as file:
         num_bytes = os.fstat(file.fileno()).st_size - _HEADER_BYTES
         width = num_bytes // (4 * num_images)
         if width <= 0 or num_bytes != 4 * num_images * width:
@@ -109,11 +109,9 @@ def write_cached_features(
     try:
         with CacheFolder(folder) as cache:
             name = _feature_file_name(key, values_ND)
-            with cache.write(key) as new:
-                with os.fdopen(os.dup(new.fd), "wb") as file:
-                    file.write(_npy_header(values_ND))
-                    file.write(values_ND.reshape(-1).view(np.uint8).data)
-                new.final_name = name
+            with cache.write(name) as file:
+                file.write(_npy_header(values_ND))
+                file.write(values_ND.reshape(-1).view(np.uint8).data)
             cache.evict(max_bytes, keep_name=name, pattern=_FILE_NAME)
     except OSError as error:
         needed = format_bytes(values_ND.nbytes)

@@ -12,7 +12,6 @@ from PIL import Image
 
 from finetune.data import decode as decode_module
 from finetune.data.decode import decode_image, decode_jpeg
-from finetune.data.shared_memory import SharedBatchBuffers
 from finetune.errors import DataError
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8)
@@ -95,24 +94,6 @@ def test_decodes_into_a_buffer_that_is_large_enough(extra_bytes: int) -> None:
     if extra_bytes >= 0:
         np.testing.assert_array_equal(buffer[: pixels.size].reshape(pixels.shape), pixels)
         assert not buffer[pixels.size :].any()
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_shared_buffers_take_rotated_and_damaged_images(
-    orientation: int, skipped_pil: list[bool]
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    intact = make_jpeg(exif=exif.tobytes(), restart_marker_rows=1)
-    damaged = intact.replace(b"\xff\xd1", b"\xff\xd5")
-    buffers = SharedBatchBuffers(1, 3 * 131 * 100 * 3)
-    bodies = [damaged, intact, damaged]
-    written = buffers.write(
-        0, [lambda buffer, body=body: decode_image(body, buffer=buffer) for body in bodies]
-    )
-    assert skipped_pil == [False, True, False]
-    for pixels, body in zip(buffers.read(0, written), bodies, strict=True):
-        np.testing.assert_array_equal(pixels.permute(1, 2, 0), decode_image(body))
 
 
 def test_falls_back_to_pil(monkeypatch: pytest.MonkeyPatch, skipped_pil: list[bool]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
-import multiprocessing
 import os
 import signal
+import time
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from small_datasets import random_png, write_file, write_image_folder, write_par
 from finetune.data import decode_split as decode_all_module
 from finetune.data.decode import decode_image
 from finetune.data.decode_split import (
-    decode_split,
+    decode_batches,
     estimate_decoded_bytes,
     find_unreadable_images,
     readable_indices,
@@ -189,28 +191,51 @@ def test_one_differing_size_that_the_sample_misses(tmp_path: Path) -> None:
 
 
 def test_fails_if_the_images_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_out_of_memory(file: int, body: memoryview, offset: int) -> None:
+    def raise_out_of_memory(file: BinaryIO, *arguments: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("finetune.data.pixel_file._write_all", raise_out_of_memory)
+    monkeypatch.setattr("finetune.data.pixel_cache._write_images", raise_out_of_memory)
     with refused("data.memory", "'train'", "data.keep=none"):
         load(open_source("embedded:digits").splits["train"])
 
 
-def test_raises_disk_errors_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+@pytest.mark.parametrize("bytes_per_image", [0, 1, 20, 2**20], ids=lambda value: f"{value} bytes")
+def test_workers_return_the_same_pixels_through_few_buffers(
+    tmp_path: Path, bytes_per_image: int
 ) -> None:
-    source = write_image_folder(tmp_path / "data", {"a": 150, "b": 150})
-    split = open_source(source).splits["train"]
-
-    def raise_disk_full(index: int, image: np.ndarray) -> None:
-        if index > 200:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space") as caught:
-        decode_split(split, raise_disk_full, num_workers=num_workers, progress=False)
-    assert caught.value.errno == errno.ENOSPC
-    assert not multiprocessing.active_children()
+    """Images that are larger than expected do not fit into the shared memory."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated, so not decoded into the buffer
+    bodies = [random_png(row, (5 + row % 7, 4)) for row in range(40)]
+    for row in range(0, 40, 3):
+        photo, pixels = io.BytesIO(), np.random.default_rng(row).integers(0, 256, (24, 40, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(
+            photo, "JPEG", exif=exif if row % 2 else Image.Exif()
+        )
+        bodies[row] = photo.getvalue()
+    bodies[7] = b""
+    images = [{"bytes": body, "path": None} for body in bodies]
+    write_parquet(tmp_path / "a.parquet", [row % 2 for row in range(40)], images=images)
+    split = open_source(f"parquet:{tmp_path}").splits["train"]
+    batches = [np.random.default_rng(n).integers(0, 40, 1 + n % 5) for n in range(60)]
+    results = decode_batches(
+        split,
+        iter(batches),
+        num_workers=2,
+        timeout_seconds=60.0,
+        bytes_per_image=bytes_per_image,
+        with_checksums=True,
+    )
+    for indices, decoded in zip(batches, results, strict=True):
+        time.sleep(0.005)  # lets the workers run ahead
+        for index, image in zip(indices.tolist(), decoded, strict=True):
+            if index == 7:
+                assert isinstance(image, DataError)
+                assert (image.code, "zero bytes" in str(image)) == ("data.damaged", True)
+            else:
+                assert not isinstance(image, DataError)
+                np.testing.assert_array_equal(image.pixels, split.decode(index))
+                assert image.crc32 == zlib.crc32(image.pixels.tobytes())
 
 
 def test_logs_a_warning_of_several_workers_once(
@@ -235,7 +260,7 @@ def test_names_an_image_that_crashes_the_decoder(
     split = open_source(write_image_folder(tmp_path, {"a": 20, "b": 20})).splits["train"]
     decode, parent = Split.decode, os.getpid()
 
-    def crash_on_image_7(self: Split, index: int) -> np.ndarray:
+    def crash_on_image_7(self: Split, index: int, *buffer: Any) -> np.ndarray:
         if index == 7 and os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGSEGV)
         return decode(self, index)

@@ -19,18 +19,22 @@ import numpy as np
 import pytest
 from logs import forget_warnings, logged
 from PIL import Image
-from small_datasets import make_pixel_store, random_png, write_parquet
+from refusals import refused
+from small_datasets import (
+    make_pixel_store,
+    random_png,
+    write_file,
+    write_image_folder,
+    write_parquet,
+)
 
-from finetune import cache as cache_folder_module
 from finetune.cache import CacheFolder
 from finetune.data import decode_split as decode_module
 from finetune.data import pixel_cache as cache_module
-from finetune.data import pixel_file as pixel_file_module
 from finetune.data import pixel_store as store_module
 from finetune.data.encoded_images import TableImages
 from finetune.data.open_source import open_source
 from finetune.data.pixel_cache import DecodedSplit, DecodeOptions, decode_with_cache
-from finetune.data.pixel_file import Storage
 from finetune.data.source import Split
 from finetune.errors import DataError
 
@@ -43,8 +47,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     for module in (decode_module, store_module):
         monkeypatch.setattr(module, "SMALL_SPLIT_BYTES", 0)
-    for module in (cache_module, cache_folder_module):
-        monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
     return tmp_path / "cache" / "pixels"
 
 
@@ -64,9 +66,8 @@ def decode_cached(split: Split, messages: list[str] | None = None, **changes: An
     with logged(messages) as logged_messages:
         result = decode_with_cache(split, DecodeOptions(**options), num_bytes=NUM_IMAGES * 60)
     assert isinstance(result, DecodedSplit), result
-    if messages is None:  # only messages about unreadable images and stopped runs are expected
-        expected = ("they are left out", "a run that was stopped")
-        assert all(any(text in message for text in expected) for message in logged_messages)
+    if messages is None:  # only messages about unreadable images are expected
+        assert all("they are left out" in message for message in logged_messages)
     return result
 
 
@@ -170,42 +171,28 @@ def test_images_and_decoder_limits_are_part_of_the_cache_key(
     assert len(list(cache_folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_disables_only_the_cache(
-    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error_number: int
-) -> None:
-    write = pixel_file_module._write_all
-
-    def raise_disk_full(storage: Storage, *arguments: Any) -> None:
-        if isinstance(storage, int):
-            raise OSError(error_number, os.strerror(error_number))
-        write(storage, *arguments)
-
-    monkeypatch.setattr(pixel_file_module, "_write_all", raise_disk_full)
-    messages: list[str] = []
-    split = make_split(tmp_path)
-    store = make_pixel_store(split, messages=messages)
-    assert len(messages) == 1
-    assert os.strerror(error_number) in messages[0]
-    assert "FINETUNE_CACHE" in messages[0]
-    assert not list(cache_folder.iterdir())
-    (images,) = store.read_batches([np.arange(NUM_IMAGES)])
-    for index in range(NUM_IMAGES):
-        np.testing.assert_array_equal(images[index].permute(1, 2, 0), split.decode(index))
-
-
 def test_warns_if_the_cache_folder_cannot_be_created_or_the_disk_is_full(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, messages = make_split(tmp_path), list[str]()
+
+    def raise_disk_full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     cache_folder.parent.write_text("a file")
     assert make_pixel_store(split, "memory", messages=messages).images is not None
     cache_folder.parent.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "write_pixel_table", raise_disk_full)
+        assert make_pixel_store(split, "memory", messages=messages).images is not None
+    assert not list(cache_folder.iterdir())
     monkeypatch.setattr(CacheFolder, "fits_on_disk", lambda *_, **__: False)
-    assert make_pixel_store(split, "memory", messages=messages).images is not None
-    assert len(messages) == 2
-    assert "File exists" in messages[0]
-    assert "too little space" in messages[1]
+    store = make_pixel_store(split, "memory", messages=messages)
+    (images,) = store.read_batches([np.arange(NUM_IMAGES)])
+    np.testing.assert_array_equal(images[7].permute(1, 2, 0), split.decode(7))
+    for message, cause in zip(messages, ("File exists", "No space", "too little"), strict=True):
+        assert cause in message
+        assert "FINETUNE_CACHE" in message
 
 
 def decode_slowly(split: Split, seconds: float, marker_folder: Path) -> None:
@@ -215,18 +202,10 @@ def decode_slowly(split: Split, seconds: float, marker_folder: Path) -> None:
     def slow_decode_split(*args: Any, **kwargs: Any) -> Any:
         (marker_folder / str(os.getpid())).touch()
         time.sleep(seconds)
-        return decode_split(*args, **kwargs)
+        yield from decode_split(*args, **kwargs)
 
     cache_module.decode_split = slow_decode_split  # type: ignore[attr-defined]
     assert_equals_decoded(decode_cached(split, []), split)
-
-
-def start_processes(count: int, *arguments: Any) -> list[Any]:
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=decode_slowly, args=arguments) for _ in range(count)]
-    for process in processes:
-        process.start()
-    return processes
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -239,7 +218,11 @@ def wait_until(condition: Callable[[], Any]) -> None:
 def test_one_process_decodes_and_the_others_wait_for_it(tmp_path: Path, cache_folder: Path) -> None:
     split, marker_folder = make_split(tmp_path), tmp_path / "marks"
     marker_folder.mkdir()
-    processes = start_processes(3, split, 0.5, marker_folder)
+    fork = multiprocessing.get_context("fork")
+    arguments = split, 0.5, marker_folder
+    processes = [fork.Process(target=decode_slowly, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
@@ -247,38 +230,8 @@ def test_one_process_decodes_and_the_others_wait_for_it(tmp_path: Path, cache_fo
     assert len(list(cache_folder.iterdir())) == 1
 
 
-def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, cache_folder: Path) -> None:
-    split, marker_folder = make_split(tmp_path), tmp_path / "marks"
-    marker_folder.mkdir()
-    (first,) = start_processes(1, split, 600.0, marker_folder)
-    wait_until(lambda: list(marker_folder.iterdir()))
-    (second,) = start_processes(1, split, 0.0, marker_folder)
-    time.sleep(0.3)
-    assert second.is_alive()  # it is waiting
-    first.kill()
-    second.join(60)
-    assert second.exitcode == 0
-    names = [path.name for path in cache_folder.iterdir()]
-    assert len(names) == 1, names  # the file that the first process began
-
-
-def test_stops_waiting_for_a_process_that_hangs(tmp_path: Path, cache_folder: Path) -> None:
-    split, marker_folder, messages = make_split(tmp_path), tmp_path / "marks", list[str]()
-    marker_folder.mkdir()
-    (holder,) = start_processes(1, split, 600.0, marker_folder)
-    wait_until(lambda: list(marker_folder.iterdir()))
-    options = DecodeOptions(num_workers=0, unreadable="stop", progress=False, timeout_seconds=0.3)
-    with logged(messages):
-        error_message = decode_with_cache(split, options, num_bytes=NUM_IMAGES * 60)
-    holder.kill()
-    holder.join()
-    assert isinstance(error_message, str)
-    assert "has stalled" in error_message
-    assert ["waiting for it" in text for text in messages] == [True]
-
-
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_partial_results_and_leaves_no_process(
+def test_a_signal_leaves_no_file_and_no_process(
     tmp_path: Path,
     cache_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -288,7 +241,7 @@ def test_a_signal_keeps_partial_results_and_leaves_no_process(
     marker_folder.mkdir()
     decode, parent = Split.decode, os.getpid()
 
-    def hang_in_worker(self: Split, index: int) -> np.ndarray:
+    def hang_in_worker(self: Split, index: int, *buffer: Any) -> np.ndarray:
         if os.getpid() != parent:
             (marker_folder / str(os.getpid())).touch()
             if index >= 128:
@@ -309,94 +262,27 @@ def test_a_signal_keeps_partial_results_and_leaves_no_process(
             decode_cached(split)
     finally:
         signal.signal(signal_number, old_handler)
-    (partial_file,) = cache_folder.iterdir()
-    assert partial_file.name.endswith(".tmp")
+    assert [path.suffix for path in cache_folder.iterdir()] in ([], [".lock"])
     processes = [int(path.name) for path in marker_folder.iterdir()]
     assert processes
     # a signal while workers start leaves an iterator that only the garbage collector finds
     wait_until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
 
 
-def decode_until_killed(split: Split, num_images: int) -> None:
-    """Decode in another process that is killed after it has written some images."""
-
-    def decode() -> None:
-        write, written = pixel_file_module.PixelFileWriter.write, list[int]()
-
-        def write_then_die(self: Any, index: int, image: Any) -> None:
-            write(self, index, image)
-            written.append(index)
-            if len(written) == num_images:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        pixel_file_module.PixelFileWriter.write = write_then_die  # type: ignore[method-assign]
-        decode_cached(split, num_workers=0, unreadable="quarantine")
-
-    process = multiprocessing.get_context("fork").Process(target=decode)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.fixture
-def num_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of images that each call of decode_split decodes."""
-    counts: list[int] = []
+def test_an_image_that_changes_during_decoding_is_an_error(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = open_source(write_image_folder(tmp_path / "data", {"a": 20, "b": 20})).splits["train"]
     decode_split = decode_module.decode_split
 
-    def recording_decode_split(split: Split, *args: Any, **kwargs: Any) -> Any:
-        counts.append(len(split))
-        return decode_split(split, *args, **kwargs)
+    def change_and_decode(*args: Any, **kwargs: Any) -> Any:
+        write_file(tmp_path / "data/a/3.png", random_png(90))
+        yield from decode_split(*args, **kwargs)
 
-    monkeypatch.setattr(cache_module, "decode_split", recording_decode_split)
-    return counts
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_continues_the_partial_file_of_a_killed_run(
-    tmp_path: Path,
-    ragged: bool,
-    cache_folder: Path,
-    num_decoded: list[int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    split = make_split(tmp_path, ragged=ragged, unreadable_rows=(3, 140))
-    for num_images in (60, 40):
-        decode_until_killed(split, num_images)
-        assert len(list(cache_folder.glob(".*.tmp"))) == 1
-    result = decode_cached(split, unreadable="quarantine", num_workers=2)
-    assert_equals_decoded(result, split)
-    assert len(result.indices) == NUM_IMAGES - 2
-    assert num_decoded == [NUM_IMAGES - 100]  # including the unreadable ones
-    assert "a run that was stopped decoded" in caplog.text
-    assert [path.suffix for path in cache_folder.iterdir()] == [".pixels"]
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_verifies_the_partial_file_of_a_killed_run(
-    tmp_path: Path, ragged: bool, cache_folder: Path, num_decoded: list[int]
-) -> None:
-    split = make_split(tmp_path, ragged=ragged)
-    for damage in ("pixels", "rows", "cut"):
-        decode_until_killed(split, 60)
-        (partial_file,) = cache_folder.glob(".*.tmp")
-        body = partial_file.read_bytes()
-        if damage == "pixels":
-            start = 0 if not ragged else NUM_IMAGES * pixel_file_module.ROW_DTYPE.itemsize
-            body = (
-                body[:start]
-                + bytes(byte ^ 1 for byte in body[start : start + 999])
-                + body[start + 999 :]
-            )
-        else:
-            body = b"\xff" * len(body) if damage == "rows" else body[:50]
-        partial_file.write_bytes(body)
-        assert_equals_decoded(decode_cached(split, [], unreadable="quarantine"), split)
-        # they are verified when read
-        num_trusted = {"pixels": 60, "rows": 0, "cut": 2 * ragged}[damage]
-        assert num_decoded.pop() == NUM_IMAGES - num_trusted
-        for path in cache_folder.iterdir():
-            path.unlink()
+    monkeypatch.setattr(cache_module, "decode_split", change_and_decode)
+    with refused("data.changed", "'train'"):
+        decode_cached(split)
+    assert not list(cache_folder.iterdir())
 
 
 def test_evicts_old_files_for_new_images(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from small_datasets import make_pixel_store
 from finetune.data import pixel_store as store_module
 from finetune.data.device_prefetch import as_dense, collate_ragged
 from finetune.data.open_source import open_source
-from finetune.data.pixel_store import PixelStore, resolve_num_workers
+from finetune.data.pixel_store import resolve_num_workers
 from finetune.errors import DataError
 from finetune.transforms.pipeline import Pipeline, sample_keys
 
@@ -89,19 +88,6 @@ def test_an_image_of_another_size_does_not_change_the_rest_of_the_batch(digits) 
     assert torch.equal(
         mixed_output[2:3], pipeline(collate_ragged([other_image], cpu), keys=keys[2:3])
     )
-
-
-@pytest.mark.parametrize("image_bytes", [1, 2**20])
-def test_workers_reuse_shared_memory_for_many_batches(image_folder, image_bytes: int) -> None:
-    split = open_source(f"folder:{image_folder}").splits["train"]
-    # 1: most images do not fit
-    store = PixelStore(split, None, num_workers=2, bytes_per_image=image_bytes)
-    batches = [np.random.default_rng(n).integers(0, len(split), 1 + n % 3) for n in range(40)]
-    image_batches = store.read_batches(iter(batches))
-    for indices, images in zip(batches, image_batches, strict=True):
-        time.sleep(0.005)  # lets the workers run ahead
-        for index, image in zip(indices.tolist(), images, strict=True):
-            np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), split.decode(index))
 
 
 def test_num_workers_follows_cores_and_local_processes(monkeypatch) -> None:

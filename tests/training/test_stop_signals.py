@@ -137,7 +137,7 @@ def test_signal_before_training_stops_the_run_immediately(
 
     def patch_and_decode(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(name, signal_at_call)
-        return decode_split(*args, **kwargs)
+        yield from decode_split(*args, **kwargs)
 
     if name == DECODE:
         monkeypatch.setattr(pixel_cache, "decode_split", patch_and_decode)

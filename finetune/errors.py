@@ -115,7 +115,7 @@ class HubError(FinetuneError):
 
 
 class Interrupted(FinetuneError):
-    """Raised when a signal stops a run, after its state has been saved for resuming."""
+    """Raised when a signal stops a command; the message says what is saved and how to continue."""
 
     code = "interrupted"
 

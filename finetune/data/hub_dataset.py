@@ -77,7 +77,7 @@ def _load_online(
         dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
     except Exception as caught:  # `datasets` raises any type of error
         error = caught
-    _check_downloaded_files(repo_id, commit, dataset_dict, files_before)
+    _check_downloaded_files(repo_id, commit, files_before)
     loaded_commit = _recorded_commit(dataset_dict) if dataset_dict is not None else None
     if error is None and loaded_commit in (None, commit):
         return dataset_dict, commit
@@ -195,9 +195,7 @@ def _to_user_error(source: str, revision: str | None, error: Exception) -> Excep
     return DataError(message, code="data.not_loadable")
 
 
-def _check_downloaded_files(
-    repo_id: str, commit: str, loaded: Any, files_before: set[Path]
-) -> None:
+def _check_downloaded_files(repo_id: str, commit: str, files_before: set[Path]) -> None:
     """Verify the checksums of newly downloaded files.
 
     Raises: TransientHubError for a wrong checksum, after deleting the damaged files and the data

@@ -222,7 +222,7 @@ def build_pixel_store(
         elif uncached:
             logger.info(f"{label}{uncached}, so the next run decodes them again")
         if keep == "none":
-            return _streaming_store(split, options, num_bytes=num_bytes, device=device)
+            return _on_demand_store(split, options, num_bytes=num_bytes, device=device)
         if num_bytes > memory_bytes:
             raise DataError(f"{label} do not fit in memory; set data.keep=none", code="data.memory")
         decoded = decode_to_memory(split, options, num_bytes=num_bytes)
@@ -234,7 +234,7 @@ def build_pixel_store(
     return PixelStore(split, _move_to_device(images, keep, device), device=device)
 
 
-def _streaming_store(
+def _on_demand_store(
     split: Split, options: DecodeOptions, *, num_bytes: int, device: torch.device
 ) -> PixelStore:
     """Build a store that decodes images on demand; an unreadable image then stops the run.
@@ -244,7 +244,15 @@ def _streaming_store(
     """
     bytes_per_image = -(-num_bytes // max(len(split), 1))
     if options.unreadable == "quarantine":
-        split = split.subset(readable_indices(split, **dataclasses.asdict(options)))
+        split = split.subset(
+            readable_indices(
+                split,
+                num_workers=options.num_workers,
+                unreadable=options.unreadable,
+                progress=options.progress,
+                timeout_seconds=options.timeout_seconds,
+            )
+        )
     return PixelStore(
         split,
         None,

@@ -57,11 +57,6 @@ class WorkerStatus:
         self._own_row = self._rows[worker].numpy()
         self._own_row[0] = os.getpid()
 
-    @property
-    def is_worker(self) -> bool:
-        """True in a worker process."""
-        return self._own_row is not None
-
     @contextlib.contextmanager
     def decoding(self, index: int) -> Iterator[None]:
         """Context manager: record that this worker is decoding the image."""
@@ -196,7 +191,6 @@ def parallel_map(
     num_workers: int,
     name_of: Callable[[int], str],
     timeout_seconds: float,
-    in_order: bool = True,
     prefetch_factor: int = 2,
 ) -> Generator[_Item, None, None]:
     """Apply a function to tasks in processes forked from this one, and yield the results.
@@ -208,7 +202,6 @@ def parallel_map(
         status: a `WorkerStatus` for `num_workers` processes.
         num_workers: number of processes, at least 1.
         name_of, timeout_seconds: see `WorkerStatus.watch`.
-        in_order: yield the results in task order; if False, as they complete.
         prefetch_factor: number of tasks that are sent ahead to each worker.
     Raises: same as `WorkerStatus.watch`.
     """
@@ -223,7 +216,6 @@ def parallel_map(
             prefetch_factor=prefetch_factor,
             timeout=POLL_SECONDS,
             multiprocessing_context="fork",  # workers inherit open files and shared memory
-            in_order=in_order,
             # A new iterator draws a seed, which must not advance the global generator.
             generator=torch.Generator(),
         )

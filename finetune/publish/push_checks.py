@@ -94,16 +94,19 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def check_weights(files: Mapping[str, Path]) -> None:
-    """Check that the weights are a valid safetensors file. Raises: WeightsError."""
-    path = next(path for path in files.values() if path.suffix == ".safetensors")
-    try:
-        with safe_open(path, framework="numpy") as weights:  # this parses and checks the header
-            weights.keys()
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path}: not a valid safetensors file ({error}); train or download the model again",
-            code="weights.damaged",
-        ) from None
+    """Check that weights and adapter are valid safetensors files. Raises: WeightsError."""
+    for path in files.values():
+        if path.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(path, framework="numpy") as weights:  # this parses the header
+                weights.keys()
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{path}: not a valid safetensors file ({error}); train or download the model "
+                "again",
+                code="weights.damaged",
+            ) from None
 
 
 def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: Path) -> None:

@@ -317,8 +317,9 @@ class DataSection(Section):
     )
     keep: Literal["auto", "device", "memory", "none"] = Field(
         "auto",
-        description="where to keep decoded images; none: decode again in every epoch; auto: on the "
-        "device if they fit, else memory-mapped from the cache on disk, else in memory, else none",
+        description="where to keep decoded images; device: on the GPU if all images have one size; "
+        "memory: in the cache on disk or in host memory, an error if they fit in neither; none: "
+        "decode again in every epoch; auto: device if they fit, else memory, else none",
     )
     decode_size: Integer | None = Field(
         None,

@@ -47,7 +47,7 @@ from finetune.run.schema import check_json_types
 __all__ = ["RunDir", "format_json"]
 
 MANIFEST = "manifest.json"
-_CHECKPOINT_NAME = re.compile(r"step-([0-9]{8})")
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 _BAD_PATH_ERRORS = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
 _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
@@ -227,7 +227,8 @@ class RunDir:
         Raises: SetupError if the disk is full or not writable.
         """
         target = self.checkpoint_folder(step)
-        temporary = self.checkpoints_folder / f".{target.name}.{os.getpid()}"
+        # a random name rather than the process id, because containers reuse process ids
+        temporary = self.checkpoints_folder / f".{target.name}.{os.urandom(4).hex()}"
         try:
             with explain_disk_errors(target, needed_bytes=num_bytes):
                 _write_checkpoint_folder(temporary, write_files)
@@ -243,7 +244,7 @@ class RunDir:
 
         Args: same as for `save_checkpoint`.
         """
-        name = os.urandom(4).hex()  # not the process id, because containers reuse it
+        name = os.urandom(4).hex()
         temporary = self.path / f".model.{name}.tmp"
         old = self.path / f".model.old.{name}.tmp"
         try:

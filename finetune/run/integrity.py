@@ -62,7 +62,7 @@ _LOCK_TEXT = re.compile(rb"[0-9]+ on [^\n]*\n")
 _TEMPORARY_NAME = re.compile(
     rf"\.(?:model(?:\.old)?\.[0-9a-f]+|(?:{'|'.join(map(re.escape, _RUN_FILES))})\.[0-9]+)\.tmp"
 )
-_TEMPORARY_CHECKPOINT_NAME = re.compile(r"\.(?:step-[0-9]{8,}\.[0-9]+|doomed-[0-9]+)")
+_TEMPORARY_CHECKPOINT_NAME = re.compile(r"\.(?:step-[0-9]{8,}\.[0-9a-f]+|doomed-[0-9]+)")
 
 
 # Reading ------------------------------------------------------------------------------------------

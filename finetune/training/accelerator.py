@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -39,9 +39,6 @@ from finetune.recipe.load import RunSection
 from finetune.recipe.schema import Recipe
 from finetune.training.launcher import Launcher, get_launcher, requested_num_processes
 from finetune.training.rank_errors import error_from_rank
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 __all__ = [
     "create_accelerator",

@@ -207,7 +207,7 @@ def test_full_disk_is_reported_with_the_bytes_needed(run: RunDir) -> None:
 
 
 def test_open_removes_leftovers_of_an_interrupted_write(tmp_path: Path) -> None:
-    for leftover in ("checkpoints/.step-00000002.1", ".model.1.tmp"):
+    for leftover in ("checkpoints/.step-00000002.1f", ".model.1.tmp"):
         (tmp_path / leftover).mkdir(parents=True)
     (tmp_path / ".run.json.1.tmp").write_text("{")
     run = RunDir(tmp_path)

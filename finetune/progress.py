@@ -61,6 +61,11 @@ class _Lines(tqdm):
     _shown_at: float | None = None
     _shown_steps = 0
 
+    @classmethod
+    def get_lock(cls) -> Any:
+        """Return the lock of all bars, which `tqdm.write` holds while it prints a message."""
+        return tqdm.get_lock()
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Write a line if one is due; tqdm calls this after steps, messages and at the end."""
         now = time.monotonic()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
 
 from finetune.log import logger
 
-__all__ = ["item_bar", "step_bar"]
+__all__ = ["item_bar", "step_bar", "step_postfix"]
 
 LINE_SECONDS = 60.0  # between two lines of progress in a file
 
@@ -22,6 +23,16 @@ def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
     When stderr is redirected to a file, the final state is always written.
     """
     return _bar(_Lines, total, initial=start, unit="step", shown=shown)
+
+
+def step_postfix(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a training line of metrics.jsonl to show next to the progress bar."""
+    loss, rate = line["loss"], line["images_per_second"]
+    return {
+        "loss": "-" if loss is None else f"{loss:.4f}",
+        "lr": f"{line['lr']:.1e}",
+        "img/s": f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
+    }
 
 
 def item_bar(

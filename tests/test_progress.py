@@ -97,3 +97,11 @@ def test_a_closed_terminal_is_no_error() -> None:
     assert os.read(terminal, 1) == b"!"
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    "rate, shown", [(0.534, "0.53"), (7.25, "7.2"), (12.3, "12"), (1234, "1,234")]
+)
+def test_steps_show_decimals_for_rates_below_ten(rate: float, shown: str) -> None:
+    line = {"loss": None, "lr": 1e-3, "images_per_second": rate}
+    assert progress.step_postfix(line) == {"loss": "-", "lr": "1.0e-03", "img/s": shown}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.environment import collect_environment
-from finetune.training.accelerator import create_accelerator, run_on_main
+from finetune.training.accelerator import create_accelerator
 from finetune.training.batch_size_finder import resolve_micro_batch_size
 from finetune.training.build_state import build_trainer_state
 from finetune.training.meter import TrainMeter
@@ -95,9 +94,7 @@ class TrainingLoop:
                 "distill: finetune train computes the teacher's outputs once; that is not measured"
             )
         self.val_loader = _eval_loader(self.setup, max_images)
-        resolve_micro_batch_size(
-            self.trainer, self.loader, functools.partial(run_on_main, self.accelerator)
-        )
+        resolve_micro_batch_size(self.trainer, self.loader)
         self.meter = TrainMeter(self.device, 0.0, has_teacher=distillation is not None)
         self.trainer.start(self.meter)
 

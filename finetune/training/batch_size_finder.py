@@ -9,7 +9,6 @@ takes too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from finetune.models.freeze import set_train_mode
 from finetune.precision import autocast_dtype
 from finetune.run.directory import RunDir
 from finetune.run.record import RunRecord, read_record, write_record
-from finetune.training.gradient_accumulation import copy_statistics
+from finetune.training.accelerator import run_on_main
 from finetune.training.peak_memory import measure_peak_memory
 from finetune.training.trainer_state import TrainerState
 
@@ -37,25 +36,23 @@ _USABLE_SHARE = 0.8  # of the free memory of a host
 _NUM_MEASURED_IMAGES = 4
 
 
-def resolve_micro_batch_size(
-    trainer: TrainerState, loader: AnyLoader, run_on_main: Callable[[Callable[[], Any]], Any]
-) -> None:
+def resolve_micro_batch_size(trainer: TrainerState, loader: AnyLoader) -> None:
     """Set the micro-batch size for `data.micro_batch: auto`: read it from run.json, or find it.
 
     Args:
         trainer: the training state before its first step, or after `load_checkpoint`; the training
             images are on the device already.
         loader: loader of the training split; with cached features, this does nothing.
-        run_on_main: calls a function on rank 0 and returns its result on every rank.
     Raises: same as `find_micro_batch_size`.
     """
     if trainer.recipe.data.micro_batch != "auto" or not isinstance(loader, ImageLoader):
         return
-    recorded: int | None = run_on_main(lambda: _read_recorded_size(trainer.run))
-    micro_batch_size = recorded or find_micro_batch_size(trainer)
+    # Every rank must use the same size, and a resumed run the same size as before.
+    recorded = run_on_main(trainer.accelerator, lambda: _read_recorded_size(trainer.run))
+    size = recorded or find_micro_batch_size(trainer)
     if recorded is None:
-        run_on_main(lambda: _record_size(trainer.run, micro_batch_size))
-    trainer.micro_batch_size = micro_batch_size
+        run_on_main(trainer.accelerator, lambda: _record_size(trainer.run, size))
+    trainer.micro_batch_size = size
 
 
 def find_micro_batch_size(trainer: TrainerState) -> int:
@@ -107,9 +104,9 @@ def micro_batch_fits(trainer: TrainerState, num_images: int) -> bool:
     Weights, batch norm statistics and the random state do not change; gradients are freed.
     """
     device = trainer.accelerator.device
-    statistics = [statistic.clone() for statistic in trainer.bn_stats]
     set_train_mode(trainer.model)
     with (
+        trainer.preserve_bn_stats(),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.compiler.set_stance("force_eager"),
     ):
@@ -120,7 +117,6 @@ def micro_batch_fits(trainer: TrainerState, num_images: int) -> bool:
                 raise
             fits = False
     trainer.optimizer.zero_grad()
-    copy_statistics(statistics, trainer.bn_stats)
     clear_device_cache()
     return fits
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +32,27 @@ from finetune.training.sanity import check_results, raise_if_diverged
 from finetune.training.trainer_state import TrainerState
 from finetune.training.training_images import write_training_images
 
-__all__ = ["build_val_evaluator", "can_reuse_last_eval", "finalize_run", "recheck_claims"]
+__all__ = [
+    "BestValidation",
+    "build_val_evaluator",
+    "can_reuse_last_eval",
+    "finalize_run",
+    "recheck_claims",
+]
 
 _MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 256 MiB
+
+
+class BestValidation(NamedTuple):
+    """The best validation during training, to be reused for the published weights.
+
+    Attributes:
+        step: optimizer steps done before the validation.
+        evaluator: the evaluator with the result.
+    """
+
+    step: int
+    evaluator: Evaluator
 
 
 def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
@@ -68,7 +86,7 @@ def finalize_run(
     trainer: TrainerState,
     train_loader: AnyLoader,
     val_loader: AnyLoader | None,
-    best_validation: tuple[int, Evaluator] | None = None,
+    best_validation: BestValidation | None = None,
 ) -> dict[str, Any]:
     """Evaluate the best weights, evaluate the test split once, and write results.json and model/.
 
@@ -77,8 +95,7 @@ def finalize_run(
         train_loader: loader of the training split; the report shows some of its images.
         val_loader: loader of the validation split, on which the temperature is fitted; None without
             a validation split.
-        best_validation: (step, evaluator) of a validation during training; reused if that step is
-            the best.
+        best_validation: a validation during training; reused if its step is the best.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read, after model/ is written. DivergedError if the
         loss has diverged, after everything is written.
@@ -89,10 +106,12 @@ def finalize_run(
     results: dict[str, Any] = {}
     splits = setup.source.splits
     if val_loader is not None:
-        if best_validation is None or best_validation[0] != best_step:
-            best_validation = best_step, build_val_evaluator(trainer, val_loader)
-            best_validation[1].evaluate(trainer.eval_model(), batch_size=batch_size)
-        val_results = best_validation[1].results()
+        if best_validation is not None and best_validation.step == best_step:
+            evaluator = best_validation.evaluator
+        else:
+            evaluator = build_val_evaluator(trainer, val_loader)
+            evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
+        val_results = evaluator.results()
         fitted_key = "thresholds" if setup.is_multilabel else "temperature"
         results |= {"val": val_results, fitted_key: val_results.pop(fitted_key)}
         _use_full_split_indices(

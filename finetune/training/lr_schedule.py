@@ -7,10 +7,8 @@ scheduler state.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from torch.optim import Optimizer
 
 __all__ = ["lr_at", "set_lr"]
 

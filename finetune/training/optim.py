@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_class,
+    get_optimizer_info,
+    list_optimizers,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from finetune.errors import RecipeError, SetupError, did_you_mean
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 __all__ = ["build_optimizer", "param_groups", "supports_found_inf"]
 
@@ -51,8 +58,6 @@ def param_groups(
     Raises: RecipeError if nothing is trainable.
     Source: BEiT, optim_factory.py, through timm.optim.param_groups_layer_decay.
     """
-    from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-
     groups: list[dict[str, Any]]
     rules: dict[str, Any] = {
         "weight_decay": weight_decay,
@@ -109,8 +114,6 @@ def build_optimizer(
     Raises: RecipeError for an unknown name or argument, or a value that the optimizer rejects;
         SetupError if it needs a package or a device that is missing.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info
-
     extra = dict(args or {})
     _check_name(name)
     info = get_optimizer_info(name)
@@ -149,8 +152,6 @@ def _fused_argument(optimizer_class: Any, args: dict[str, Any], *, sharded: bool
 
     With FSDP's sharded parameters, only torch's fused Adam kernels work.
     """
-    from torch.optim import Adam
-
     has_fused = "fused" in inspect.signature(optimizer_class).parameters and "foreach" not in args
     is_adam = isinstance(optimizer_class, type) and issubclass(optimizer_class, Adam)
     return {"fused": True} if has_fused and (is_adam or not sharded) else {}
@@ -158,9 +159,8 @@ def _fused_argument(optimizer_class: Any, args: dict[str, Any], *, sharded: bool
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
     """True if the optimizer itself skips the step, on the device, when its `found_inf` is 1."""
-    from torch.optim import SGD, Adagrad, Adam
-
-    is_supported = isinstance(optimizer, Adam | SGD | Adagrad)
+    # AdamW is a subclass of Adam.
+    is_supported = isinstance(optimizer, SGD | Adagrad | Adam)
     return is_supported and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -177,8 +177,6 @@ def _no_decay_names(model: nn.Module) -> Iterator[str]:
 
 def _check_name(name: str) -> None:
     """Raise RecipeError unless the name is a supported first-order optimizer of timm."""
-    from timm.optim import get_optimizer_info, list_optimizers
-
     names = [str(known) for known in list_optimizers()]
     supported = [known for known in names if not any(kind in known for kind in _UNSAVEABLE)]
     if name not in names:

@@ -71,7 +71,12 @@ def start_or_resume(
         # Use the number of images that the recorded run could read.
         setup = setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
         _check_same_run(run, setup, record, precision=precision, fingerprints=fingerprints)
-        _check_same_teacher(run, record, teacher)
+        if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
+            raise RecipeError(
+                f"{run.path}: started with different weights of the teacher {teacher['name']}; "
+                "restore them, or choose another --out",
+                code="recipe.not_this_run",
+            )
         if is_done and run.has_model() and setup.num_steps == _recorded_num_steps(record, setup):
             return None
         start_step = run.newest_intact_step() or 0
@@ -84,10 +89,18 @@ def start_or_resume(
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
     run.drop_metrics_after(start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
-    new_record = collect_environment(setup.device, num_processes) | _provenance_record(
-        setup, fingerprints, teacher
-    )
-    write_record(run, {**record, "status": "running", "precision": precision, **new_record})
+    record = {
+        **record,
+        "status": "running",
+        "precision": precision,
+        **collect_environment(setup.device, num_processes),
+        "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
+        "split_fingerprints": fingerprints,
+        "weights_sha256": setup.built.provenance.get("sha256"),
+    }
+    if teacher is not None:
+        record["teacher"] = cast(TeacherRecord, dict(teacher))
+    write_record(run, record)
     return start_step
 
 
@@ -104,20 +117,6 @@ def check_no_existing_run(run: RunDir) -> None:
 
 def _is_done(run: RunDir, record: RunRecord) -> bool:
     return record.get("status") == "done" and run.read_json("results.json") is not None
-
-
-def _provenance_record(
-    setup: TrainingSetup, fingerprints: dict[str, str], teacher: Mapping[str, Any] | None
-) -> RunRecord:
-    """Return the fields of run.json that identify data, weights and teacher."""
-    provenance: RunRecord = {
-        "data_fingerprint": _combined_sha256(fingerprints),
-        "split_fingerprints": fingerprints,
-        "weights_sha256": setup.built.provenance.get("sha256"),
-    }
-    if teacher is not None:
-        provenance["teacher"] = cast(TeacherRecord, dict(teacher))
-    return provenance
 
 
 def _check_same_run(
@@ -176,16 +175,6 @@ def _check_same_run(
         )
 
 
-def _check_same_teacher(run: RunDir, record: RunRecord, teacher: Mapping[str, Any] | None) -> None:
-    """Raise RecipeError if the teacher's weights have changed."""
-    if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
-        raise RecipeError(
-            f"{run.path}: started with different weights of the teacher {teacher['name']}; restore "
-            "them, or choose another --out",
-            code="recipe.not_this_run",
-        )
-
-
 def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
     """True if old and new run length give the same learning rates up to the last checkpoint.
 
@@ -202,11 +191,6 @@ def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) ->
 def _recorded_num_steps(record: RunRecord, setup: TrainingSetup) -> int:
     """Return the length of the recorded run, in optimizer steps."""
     return int(record.get("plan", {}).get("steps", setup.num_steps))
-
-
-def _combined_sha256(fingerprints: dict[str, str]) -> str:
-    """Return one sha256 for the whole dataset."""
-    return hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest()
 
 
 def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:

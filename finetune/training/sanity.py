@@ -1,4 +1,4 @@
-"""Post-training checks: warn about chance-level results, and raise an error on divergence."""
+"""Sanity checks: of the settings before training, and of the results after it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from timm.optim import get_optimizer_info
+
 from finetune.data.class_balance import describe_imbalance
-from finetune.errors import DivergedError, escape_control_chars
+from finetune.errors import DivergedError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, wilson_interval
 from finetune.evaluation.multilabel import chance_mean_average_precision
 from finetune.formatting import format_percent, pluralize
@@ -17,128 +19,9 @@ from finetune.training.setup import TrainingSetup
 
 __all__ = ["MIN_USEFUL_STEPS", "check_results", "check_setup", "raise_if_diverged"]
 
+MIN_USEFUL_STEPS = 50  # shorter runs hardly change the weights
 _DIVERGENCE_WARNING_FACTOR = 2.0  # times the chance loss; a network that learns stays below
 _DIVERGENCE_ERROR_FACTOR = 10.0  # times the chance loss
-
-
-def check_results(
-    setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
-) -> list[str]:
-    """Return warnings if the run has diverged or is no better than chance.
-
-    Runs of fewer than MIN_USEFUL_STEPS steps are not expected to beat chance.
-
-    Args:
-        results: the content of results.json so far.
-        history: the lines of metrics.jsonl.
-    """
-    chance_loss = _chance_loss(setup)
-    train_losses = _logged_losses(history, "train")
-    final_loss = _final_loss(setup, results, history)
-    advice = "lower optim.lr or set optim.clip_norm"
-    warnings = []
-    # An overconfident network has a high validation loss as well, but not a high training loss.
-    if final_loss > _DIVERGENCE_WARNING_FACTOR * chance_loss and (
-        not train_losses or train_losses[-1] > chance_loss
-    ):
-        warnings.append(
-            f"the final loss, {_format_loss(final_loss)}, is far above the {chance_loss:.2f} of "
-            f"guessing: training has diverged; {advice}"
-        )
-    elif results["steps"] >= MIN_USEFUL_STEPS and (
-        sign := _chance_level_sign(results, setup.num_classes)
-    ):
-        warnings.append(
-            f"{sign}, no better than guessing; try another optim.lr, train longer, or check the "
-            "labels"
-        )
-    return warnings
-
-
-def raise_if_diverged(run: RunDir, setup: TrainingSetup, results: dict[str, Any]) -> None:
-    """Raise DivergedError if the loss has diverged; call it after everything is written."""
-    history = run.read_metrics()
-    chance_loss, optim = _chance_loss(setup), setup.recipe.optim
-    train_losses, val_losses = _logged_losses(history, "train"), _logged_losses(history, "val")
-    final_loss = _final_loss(setup, results, history)
-    # A head of zeros starts at the chance loss; another head may start anywhere and improve.
-    initial_loss = (
-        chance_loss if setup.recipe.model.head_init == "zeros" else (val_losses or [chance_loss])[0]
-    )
-    if final_loss > max(_DIVERGENCE_ERROR_FACTOR * chance_loss, initial_loss) and (
-        not train_losses or train_losses[-1] > chance_loss
-    ):
-        raise DivergedError(
-            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, and "
-            f"that of guessing is {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) or set "
-            f"optim.clip_norm, and choose another --out. The weights of step "
-            f"{results['best_step']}, the results and all checkpoints are kept here.",
-            code="diverged.loss",
-        )
-
-
-def _chance_loss(setup: TrainingSetup) -> float:
-    """Return the loss of uniform predictions: ln K, or ln 2 for multi-label."""
-    return math.log(2 if setup.is_multilabel else setup.num_classes)
-
-
-def _logged_losses(history: Sequence[dict[str, Any]], split: str) -> list[float]:
-    """Return the logged losses of a split, in order, without skipped steps."""
-    return [line["loss"] for line in history if line["split"] == split and line["loss"] is not None]
-
-
-def _final_loss(
-    setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
-) -> float:
-    """Return the last validation loss, or else the test loss, or else the last training loss.
-
-    The training loss counts as 0 if class weights or a teacher change its scale.
-    """
-    if val_losses := _logged_losses(history, "val"):
-        return val_losses[-1]
-    if "test" in results:
-        return float(results["test"]["loss"])
-    if setup.recipe.distill or setup.recipe.optim.class_weights not in (None, "balanced"):
-        return 0.0
-    return (_logged_losses(history, "train") or [0.0])[-1]
-
-
-def _chance_level_sign(results: dict[str, Any], num_classes: int) -> str:
-    """Return a sentence if the accuracy could be due to chance, otherwise an empty string."""
-    split = "test" if "test" in results else "val"
-    metrics = results.get(split)
-    if not metrics or metrics["examples"] < TOO_FEW_IMAGES:
-        return ""
-    if "map" in metrics:
-        return _random_ranking_sign(metrics, split)
-    top1, examples = metrics["top1"], metrics["examples"]
-    classes = metrics["per_class"]
-    if sum(row["support"] > 0 for row in classes) < 2:
-        return ""
-    if sum(row["precision"] is not None for row in classes) == 1:  # None: was never predicted
-        return f"the network predicts the same class for all {examples:,} images of {split}"
-    if wilson_interval(round(top1 * examples), examples)[0] <= 1 / num_classes:
-        return f"the accuracy on the {examples:,} images of {split} is {format_percent(top1)}"
-    return ""
-
-
-def _random_ranking_sign(metrics: dict[str, Any], split: str) -> str:
-    """Return a sentence if the multi-label mAP could be due to chance, or an empty string."""
-    examples = metrics["examples"]
-    mean, std = chance_mean_average_precision(
-        [row["support"] for row in metrics["per_class"]], examples
-    )
-    if metrics["map"] > mean + 2 * std:
-        return ""
-    metric = f"the mean average precision on the {examples:,} images of {split}"
-    return f"{metric} is {format_percent(metrics['map'])} (random ranking: {format_percent(mean)})"
-
-
-def _format_loss(loss: float) -> str:
-    return f"{loss:,.0f}" if loss >= 100 else f"{loss:.2f}"
-
-
-MIN_USEFUL_STEPS = 50  # shorter runs hardly change the weights
 
 
 def check_setup(setup: TrainingSetup) -> list[str]:
@@ -161,8 +44,6 @@ def _check_ignored_keys(recipe: Recipe) -> list[str]:
     They do not raise an error: otherwise `optim.schedule=constant` would also need every key unset
     that it disables.
     """
-    from timm.optim import get_optimizer_info
-
     optim, default = recipe.optim, OptimSection.model_fields
     has_momentum = get_optimizer_info(optim.name).has_momentum
     changed = {key for key, field in default.items() if getattr(optim, key) != field.default}
@@ -241,5 +122,112 @@ def _check_class_balance(setup: TrainingSetup) -> list[str]:
     ]
 
 
-def _quoted_class_name(setup: TrainingSetup, label: int) -> str:
-    return f"'{escape_control_chars(setup.source.class_names[label], keep='')}'"
+def check_results(
+    setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return warnings if the run has diverged or is no better than chance.
+
+    Runs of fewer than MIN_USEFUL_STEPS steps are not expected to beat chance.
+
+    Args:
+        results: the content of results.json so far.
+        history: the lines of metrics.jsonl.
+    """
+    chance_loss = _chance_loss(setup)
+    train_losses = _logged_losses(history, "train")
+    final_loss = _final_loss(setup, results, history)
+    advice = "lower optim.lr or set optim.clip_norm"
+    warnings = []
+    # An overconfident network has a high validation loss as well, but not a high training loss.
+    if final_loss > _DIVERGENCE_WARNING_FACTOR * chance_loss and (
+        not train_losses or train_losses[-1] > chance_loss
+    ):
+        warnings.append(
+            f"the final loss, {_format_loss(final_loss)}, is far above the {chance_loss:.2f} of "
+            f"guessing: training has diverged; {advice}"
+        )
+    elif results["steps"] >= MIN_USEFUL_STEPS and (
+        evidence := _describe_chance_level(results, setup.num_classes)
+    ):
+        warnings.append(
+            f"{evidence}, no better than guessing; try another optim.lr, train longer, or check "
+            "the labels"
+        )
+    return warnings
+
+
+def raise_if_diverged(run: RunDir, setup: TrainingSetup, results: dict[str, Any]) -> None:
+    """Raise DivergedError if the loss has diverged; call it after everything is written."""
+    history = run.read_metrics()
+    chance_loss, optim = _chance_loss(setup), setup.recipe.optim
+    train_losses, val_losses = _logged_losses(history, "train"), _logged_losses(history, "val")
+    final_loss = _final_loss(setup, results, history)
+    # A head of zeros starts at the chance loss; another head may start anywhere and improve.
+    initial_loss = (
+        chance_loss if setup.recipe.model.head_init == "zeros" else (val_losses or [chance_loss])[0]
+    )
+    if final_loss > max(_DIVERGENCE_ERROR_FACTOR * chance_loss, initial_loss) and (
+        not train_losses or train_losses[-1] > chance_loss
+    ):
+        raise DivergedError(
+            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, and "
+            f"that of guessing is {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) or set "
+            f"optim.clip_norm, and choose another --out. The weights of step "
+            f"{results['best_step']}, the results and all checkpoints are kept here.",
+            code="diverged.loss",
+        )
+
+
+def _chance_loss(setup: TrainingSetup) -> float:
+    """Return the loss of uniform predictions: ln K, or ln 2 for multi-label."""
+    return math.log(2 if setup.is_multilabel else setup.num_classes)
+
+
+def _logged_losses(history: Sequence[dict[str, Any]], split: str) -> list[float]:
+    """Return the logged losses of a split, in order, without skipped steps."""
+    return [line["loss"] for line in history if line["split"] == split and line["loss"] is not None]
+
+
+def _final_loss(
+    setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
+) -> float:
+    """Return the last validation loss, or else the test loss, or else the last training loss.
+
+    The training loss counts as 0 if class weights or a teacher change its scale.
+    """
+    if val_losses := _logged_losses(history, "val"):
+        return val_losses[-1]
+    if "test" in results:
+        return float(results["test"]["loss"])
+    if setup.recipe.distill or setup.recipe.optim.class_weights not in (None, "balanced"):
+        return 0.0
+    return (_logged_losses(history, "train") or [0.0])[-1]
+
+
+def _describe_chance_level(results: dict[str, Any], num_classes: int) -> str:
+    """Describe an accuracy or mAP that could be due to chance; return "" if it could not."""
+    split = "test" if "test" in results else "val"
+    metrics = results.get(split)
+    if not metrics or metrics["examples"] < TOO_FEW_IMAGES:
+        return ""
+    examples, classes = metrics["examples"], metrics["per_class"]
+    if "map" in metrics:
+        mean, std = chance_mean_average_precision([row["support"] for row in classes], examples)
+        if metrics["map"] > mean + 2 * std:
+            return ""
+        return (
+            f"the mean average precision on the {examples:,} images of {split} is "
+            f"{format_percent(metrics['map'])} (random ranking: {format_percent(mean)})"
+        )
+    top1 = metrics["top1"]
+    if sum(row["support"] > 0 for row in classes) < 2:
+        return ""
+    if sum(row["precision"] is not None for row in classes) == 1:  # None: was never predicted
+        return f"the network predicts the same class for all {examples:,} images of {split}"
+    if wilson_interval(round(top1 * examples), examples)[0] <= 1 / num_classes:
+        return f"the accuracy on the {examples:,} images of {split} is {format_percent(top1)}"
+    return ""
+
+
+def _format_loss(loss: float) -> str:
+    return f"{loss:,.0f}" if loss >= 100 else f"{loss:.2f}"

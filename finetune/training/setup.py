@@ -141,9 +141,11 @@ class TrainingSetup:
 
     def build_loss(self) -> AnyLoss:
         """Build the training loss. Raises: RecipeError for weights of unknown classes."""
-        names = self.source.class_names
         return build_loss(
-            *(self.recipe.optim, self.epoch_class_counts, names, self.device),
+            self.recipe.optim,
+            self.epoch_class_counts,
+            self.source.class_names,
+            self.device,
             multilabel=self.is_multilabel,
         )
 
@@ -310,19 +312,46 @@ def build_setup(
     Returns: the setup; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError if recipe, data and weights do not match.
     """
-    data = recipe.data
-    source = _open_source(recipe)
+    data, model = recipe.data, recipe.model
+
+    # Open the data.
+    source = open_data(data, recipe.run.seed)
+    if "train" not in source.splits:
+        message = f"{source.name}: has no train split, only {', '.join(source.splits)}; add one"
+        raise DataError(message, code="data.no_split")
+    if recipe.run.patience is not None and "val" not in source.splits:
+        raise RecipeError(
+            "run.patience: the data has no validation split; set data.val_fraction, or remove the "
+            "key",
+            code="recipe.conflict",
+        )
+    if not recipe.run.test:
+        splits = {name: split for name, split in source.splits.items() if name != "test"}
+        source = dataclasses.replace(source, splits=splits)
     num_samples = len(source.splits["train"])
     if data.batch_size > num_samples:
         logger.warning(
             f"data.batch_size: {data.batch_size} is more than the {num_samples} training images; "
             "each step uses some of them several times"
         )
-    built = _build_network(recipe, source.class_names)
-    if recipe.model.head_init is None:
-        resolved = {"head_init": "keep" if "kept_classes" in built.provenance else "zeros"}
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=resolved)})
-    preprocessing = _resolve_preprocessing(recipe, built)
+
+    # Build the network, with the same random initialization in every process.
+    torch.manual_seed(recipe.run.seed)
+    built = build_model(
+        model.name,
+        num_classes=len(source.class_names),
+        class_names=source.class_names,
+        multilabel=data.task == "multilabel",
+        **model.model_dump(exclude={"name", "compile", "sync_bn", "freeze_bn"}),
+    )
+    configure_batch_norm(built.model, model)
+    if model.head_init is None:
+        head_init = "keep" if "kept_classes" in built.provenance else "zeros"
+        model = model.model_copy(update={"head_init": head_init})
+        recipe = recipe.model_copy(update={"model": model})
+
+    # Use the preprocessing of the weights, with the recipe's overrides.
+    preprocessing = _override_preprocessing(recipe, built)
     eval_spec = data.eval or default_eval_spec(preprocessing)
     published_preprocessing = spec_to_preprocessing(preprocessing, eval_spec)
     if published_preprocessing is None:
@@ -330,15 +359,23 @@ def build_setup(
             f"data.eval: timm's hub format cannot store '{eval_spec}'; timm evaluates the "
             f"published model with '{default_eval_spec(preprocessing)}'"
         )
-    _check_decode_size(data.decode_size, published_preprocessing or preprocessing)
+        published_preprocessing = preprocessing
+    _check_decode_size(data.decode_size, published_preprocessing)
+
+    # Build the transforms.
+    with _prefix_recipe_errors("train"):
+        train_spec = data.train or f"{eval_spec} | flip"
+        train_pipeline = build_pipeline(preprocessing, train_spec, train=True)
+    with _prefix_recipe_errors("eval"):
+        eval_pipeline = build_pipeline(preprocessing, eval_spec, train=False)
     check_class_weights(recipe.optim, source.class_names)
     return TrainingSetup(
         recipe=recipe,
         source=source,
         built=built,
-        preprocessing=published_preprocessing or preprocessing,
-        train_pipeline=_build_pipeline("train", data.train or f"{eval_spec} | flip", preprocessing),
-        eval_pipeline=_build_pipeline("eval", eval_spec, preprocessing),
+        preprocessing=published_preprocessing,
+        train_pipeline=train_pipeline,
+        eval_pipeline=eval_pipeline,
         num_samples=num_samples,
         device=device,
         local_world_size=local_world_size,
@@ -346,32 +383,9 @@ def build_setup(
     )
 
 
-def _open_source(recipe: Recipe) -> Source:
-    """Open the data with the splits that the recipe uses."""
-    source = open_data(recipe.data, recipe.run.seed)
-    if "train" not in source.splits:
-        message = f"{source.name}: has no train split, only {', '.join(source.splits)}; add one"
-        raise DataError(message, code="data.no_split")
-    if not recipe.run.test:
-        splits = {name: split for name, split in source.splits.items() if name != "test"}
-        source = dataclasses.replace(source, splits=splits)
-    if recipe.run.patience is not None and "val" not in source.splits:
-        raise RecipeError(
-            "run.patience: the data has no validation split; set data.val_fraction, or remove the "
-            "key",
-            code="recipe.conflict",
-        )
-    return source
-
-
-def _build_pipeline(key: str, transform_spec: str, preprocessing: Preprocessing) -> Pipeline:
-    """Build the transforms of `data.train` or `data.eval`; errors name the key."""
-    with _prefix_recipe_errors(key):
-        return build_pipeline(preprocessing, transform_spec, train=key == "train")
-
-
 @contextlib.contextmanager
 def _prefix_recipe_errors(key: str) -> Iterator[None]:
+    """Name `data.train` or `data.eval` in the errors of its transforms."""
     try:
         yield
     except RecipeError as error:
@@ -403,20 +417,7 @@ def _first_readable_image(split: Split) -> torch.Tensor | None:
     return None
 
 
-def _build_network(recipe: Recipe, class_names: list[str]) -> BuiltModel:
-    """Build the network, with the same random initialization in every process."""
-    torch.manual_seed(recipe.run.seed)
-    settings = recipe.model.model_dump(exclude={"name", "compile", "sync_bn", "freeze_bn"})
-    num_classes = len(class_names)
-    settings["multilabel"] = recipe.data.task == "multilabel"
-    built = build_model(
-        recipe.model.name, num_classes=num_classes, class_names=class_names, **settings
-    )
-    configure_batch_norm(built.model, recipe.model)
-    return built
-
-
-def _resolve_preprocessing(recipe: Recipe, built: BuiltModel) -> Preprocessing:
+def _override_preprocessing(recipe: Recipe, built: BuiltModel) -> Preprocessing:
     """Return the preprocessing of the weights, with the recipe's overrides applied and logged."""
     settings = recipe.data.model_dump(include={"mean", "std", "interpolation", "crop_pct"})
     overrides = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.schema import Recipe, StageSection
+from finetune.recipe.schema import Recipe
 
 __all__ = ["stage_folder", "stage_recipes"]
 
@@ -30,20 +30,16 @@ def stage_recipes(recipe: Recipe) -> list[Recipe]:
     """
     recipes = []
     for stage in recipe.optim.stages:
-        schedule = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
-        run_overrides = {"test": False, "push_to": None, "push_private": False}
+        model: dict[str, Any] = {"freeze": stage.freeze, "adapter": None}
+        if stage.freeze == "backbone":  # no batch norm is trained, and these keys would be errors
+            model |= {"sync_bn": False, "freeze_bn": False}
+        optim = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
+        run = {"test": False, "push_to": None, "push_private": False}
         sections = {
-            "model": recipe.model.model_copy(update=_model_overrides(stage)),
+            "model": recipe.model.model_copy(update=model),
             "data": recipe.data.model_copy(update={"train": stage.train or recipe.data.train}),
-            "optim": recipe.optim.model_copy(update={**schedule, "stages": ()}),
-            "run": recipe.run.model_copy(update=run_overrides),
+            "optim": recipe.optim.model_copy(update={**optim, "stages": ()}),
+            "run": recipe.run.model_copy(update=run),
         }
         recipes.append(recipe.model_copy(update={**sections, "distill": None, "claims": ()}))
     return recipes
-
-
-def _model_overrides(stage: StageSection) -> dict[str, Any]:
-    """Return the `model` keys of a stage that differ from the run's."""
-    keys = {"freeze": stage.freeze, "adapter": None}
-    # with a frozen backbone, no batch norm is trained, and these keys would be errors
-    return keys | ({"sync_bn": False, "freeze_bn": False} if stage.freeze == "backbone" else {})

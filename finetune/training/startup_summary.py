@@ -6,10 +6,9 @@ from typing import Any
 
 from finetune.data.class_balance import describe_class_draws
 from finetune.errors import escape_control_chars
-from finetune.formatting import format_short_count, pluralize
+from finetune.formatting import escape_to_one_line, format_short_count, pluralize
 from finetune.precision import accelerator_precision
 from finetune.run.record import describe_teacher
-from finetune.training.sanity import _quoted_class_name
 from finetune.training.setup import TrainingSetup
 from finetune.training.trainer_state import TrainerState
 
@@ -66,13 +65,14 @@ def _classes_line(setup: TrainingSetup) -> str:
     if setup.is_multilabel:
         labels_per_image = f"; {counts_K.sum() / max(setup.num_samples, 1):.3g} labels per image"
     fewest, most = int(counts_K.argmin()), int(counts_K.argmax())
+    names = [escape_to_one_line(name) for name in setup.source.class_names]
     if counts_K[fewest] == counts_K[most]:
         images = pluralize(int(counts_K[most]), "training image")
         return f"{len(counts_K):,}, with {images} each{labels_per_image}"
     return (
         f"{len(counts_K):,}, from {counts_K[fewest]:,} training images "
-        f"({_quoted_class_name(setup, fewest)}) to {counts_K[most]:,} "
-        f"({_quoted_class_name(setup, most)}){labels_per_image}"
+        f"('{names[fewest]}') to {counts_K[most]:,} "
+        f"('{names[most]}'){labels_per_image}"
     )
 
 

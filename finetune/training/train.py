@@ -7,7 +7,6 @@ steps, writes the best weights to `model/`, and evaluates the test split once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,13 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted
 from finetune.evaluation.evaluator import Evaluator
-from finetune.formatting import format_duration, pluralize
+from finetune.formatting import pluralize
 from finetune.log import logger
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
 from finetune.precision import autocast_dtype
-from finetune.progress import step_bar
+from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
@@ -38,6 +37,7 @@ from finetune.training.accelerator import (
 from finetune.training.batch_size_finder import resolve_micro_batch_size
 from finetune.training.build_state import build_trainer_state
 from finetune.training.finalize import (
+    BestValidation,
     build_val_evaluator,
     can_reuse_last_eval,
     finalize_run,
@@ -223,7 +223,7 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     trainer.setup = setup = trainer.setup.with_num_samples(len(labels), labels)
     run_on_main(accelerator, lambda: record_plan(run, setup, start_step=start_step))
     val_loader = trainer.build_loader(splits["val"], train=False) if "val" in splits else None
-    resolve_micro_batch_size(trainer, train_loader, functools.partial(run_on_main, accelerator))
+    resolve_micro_batch_size(trainer, train_loader)
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")
     for line in format_startup_summary(trainer):
@@ -238,19 +238,19 @@ def _train_loop(
     train_loader: AnyLoader,
     val_loader: AnyLoader | None,
     signals: StopSignals,
-) -> tuple[int, Evaluator] | None:
+) -> BestValidation | None:
     """Run the remaining steps.
 
-    Returns: (step, evaluator) of the best validation, for `finalize_run`; None if it is not reused.
+    Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or if no
+        validation of this process is the best.
     Raises: Interrupted after a signal; the last step is saved by then.
     """
     setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters
     reuse_eval = val_loader is not None and can_reuse_last_eval(trainer, val_loader)
-    best_validation: tuple[int, Evaluator] | None = None
+    best_validation = None
     meter = TrainMeter(
         trainer.accelerator.device, counters.seconds, has_teacher=trainer.distillation is not None
     )
-    eta = _EtaEstimator(setup.num_steps)
     first_step, first_seconds = counters.step + 1, meter.seconds
     all_steps = train_loader.train_steps(
         setup.sampler,
@@ -280,9 +280,7 @@ def _train_loop(
                 logger.info(f"compiled the network: the first step took {seconds:.0f} s")
             if step % run.log_every == 0 or step == setup.num_steps:
                 line = trainer.log_training(meter)
-                progress_bar.set_postfix(_progress_bar_postfix(line), refresh=False)
-            if (message := eta.update(step, meter.seconds)) is not None:
-                logger.info(message)
+                progress_bar.set_postfix(step_postfix(line), refresh=False)
 
             # evaluate, and save: the best weights, at the usual steps, or before a stop
             paused_at = meter.pause()
@@ -291,7 +289,7 @@ def _train_loop(
                 evaluator = build_val_evaluator(trainer, val_loader, is_final=reuse_eval)
                 is_best = _validate(trainer, evaluator, meter)
                 if is_best and reuse_eval:
-                    best_validation = (step, evaluator)
+                    best_validation = BestValidation(step, evaluator)
             stop_signal = trainer.sync_stop_signal(signals.received)
             if is_best or stop_signal or setup.is_save_step(step):
                 trainer.save_checkpoint(meter)
@@ -351,31 +349,6 @@ def _validate(trainer: TrainerState, evaluator: Evaluator, meter: TrainMeter) ->
     return is_best
 
 
-class _EtaEstimator:
-    """Estimate the remaining time once, early in a long run."""
-
-    _STEPS, _SECONDS = 3, 10.0  # minimum to measure before the estimate
-
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-        self._start: tuple[int, float] | None = None
-        self._is_done = False
-
-    def update(self, step: int, seconds: float) -> str | None:
-        """Record the time after a step. Returns: the message, once; otherwise None."""
-        if self._start is None:  # skip the first step, which may include compilation
-            self._start = (step, seconds)
-        steps_done, elapsed = step - self._start[0], seconds - self._start[1]
-        if self._is_done or steps_done < self._STEPS or elapsed < self._SECONDS:
-            return None
-        self._is_done = True
-        steps_left = self._total_steps - step
-        if not steps_left:
-            return None
-        time_left = format_duration(elapsed / steps_done * steps_left)
-        return f"about {time_left} for {pluralize(steps_left, 'more step')}"
-
-
 def _check_push_rights(recipe: Recipe) -> None:
     """Check before training that the model can be pushed afterwards."""
     if recipe.run.push_to:
@@ -407,16 +380,6 @@ def _saved_message(trainer: TrainerState) -> str:
         return _stopped_message(trainer.run)
     steps = f"step {trainer.counters.step} of {trainer.setup.num_steps}"
     return f"{trainer.run.path}: stopped at {steps} and saved; continue with --resume"
-
-
-def _progress_bar_postfix(line: dict[str, Any]) -> dict[str, str]:
-    """Return the values of a log line to show next to the progress bar."""
-    loss, rate = line["loss"], line["images_per_second"]
-    return {
-        "loss": "-" if loss is None else f"{loss:.4f}",
-        "lr": f"{line['lr']:.1e}",
-        "img/s": f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
-    }
 
 
 def _format_validation(metrics: dict[str, Any], step: int, *, best: bool) -> str:

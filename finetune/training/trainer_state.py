@@ -1,16 +1,16 @@
-"""Training state of one process (network, optimizer, EMA, counters) and the training step.
+"""The training step, and the state that it changes: network, optimizer, EMA and counters.
 
-`train` calls these methods and passes in the Accelerator.
+Each process has a `TrainerState`; `finetune/training/train.py` calls its methods.
 """
 
 # B batch, K classes
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +32,10 @@ from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter
 from finetune.run.directory import RunDir
 from finetune.training.accelerator import is_sharded
+from finetune.training.delayed_scalars import DelayedScalars
 from finetune.training.distillation import Distillation
 from finetune.training.early_stopping import Counters
 from finetune.training.frozen_backbone import FrozenBackbone
-from finetune.training.gradient_accumulation import accumulate_gradients, copy_statistics
 from finetune.training.losses import AnyLoss
 from finetune.training.lr_schedule import set_lr
 from finetune.training.meter import TrainMeter
@@ -46,54 +46,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
-__all__ = ["DelayedScalars", "TrainerState"]
+__all__ = ["TrainerState"]
 
 _VAL_METRICS = ("loss", "top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1")
-
-
-class DelayedScalars:
-    """Read one number per step from the device: one step later on a GPU, immediately elsewhere.
-
-    `Tensor.item()` synchronizes with the GPU, which would then idle while the host prepares the
-    next step.
-
-    Args:
-        device: device of the tensors.
-        delayed: True to read one step later; None: delayed on a GPU, not elsewhere.
-    """
-
-    def __init__(self, device: torch.device, *, delayed: bool | None = None) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._delay_steps = int(self._on_gpu if delayed is None else delayed)
-        self._pending: collections.deque[tuple[Tensor, torch.cuda.Event | None]]
-        self._pending = collections.deque()
-
-    def send(self, value: Tensor) -> None:
-        """Start to copy a tensor of one number to the host."""
-        value = value.detach().reshape(())
-        if not self._on_gpu:
-            self._pending.append((value.clone(), None))
-            return
-        on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
-        on_host.copy_(value, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._pending.append((on_host, copied))
-
-    def receive(self, *, wait: bool = False) -> list[float]:
-        """Return the numbers that have arrived since the last call, oldest first.
-
-        Args:
-            wait: also wait for copies that are not finished.
-        """
-        num_delayed = 0 if wait else self._delay_steps
-        numbers = []
-        while len(self._pending) > num_delayed:
-            value, copied = self._pending.popleft()
-            if copied is not None:
-                copied.synchronize()  # hardly waits: the copy is from the previous step
-            numbers.append(float(value))
-        return numbers
 
 
 class TrainerState:
@@ -159,32 +114,67 @@ class TrainerState:
         source = self.setup if self.frozen_backbone is None else self.frozen_backbone
         return source.build_loader(split, train=train, dtype=dtype)
 
-    # One step ---------------------------------------------------------------------------------
+    def start(self, meter: TrainMeter) -> None:
+        """Prepare for the first step: restore the meter, sync batch norm, switch to train mode."""
+        process_lifecycle.resume_garbage_collection()
+        if self.is_main_process and self.counters.pending:
+            meter.restore_sums(self.counters.pending)
+        if self.recipe.model.sync_bn and self.accelerator.num_processes > 1:
+            # Not earlier: until now each rank has run or copied the network on its own.
+            convert_to_sync_batch_norm(self.accelerator.unwrap_model(self.model))
+        set_train_mode(self.model)
+
+    # One step ------------------------------------------------------------------------------------
 
     def train_step(
         self, num_micro_batches: int, micro_batches: Iterator[Batch], meter: TrainMeter
     ) -> None:
-        """Take one optimizer step, accumulating gradients over this rank's micro-batches."""
-        counters = self.counters
+        """Take one optimizer step, with gradient accumulation over this rank's micro-batches.
+
+        Args:
+            num_micro_batches: length of `micro_batches`.
+            micro_batches: this rank's micro-batches of the step.
+            meter: the meter that sums up loss and accuracy until the next log line.
+        Raises: DivergedError after `run.max_skipped` skipped steps in a row.
+        """
+        accelerator, recipe, counters = self.accelerator, self.recipe, self.counters
         self._bn_stats_before_step = [statistic.clone() for statistic in self.bn_stats]
-        outputs = accumulate_gradients(self, num_micro_batches, micro_batches)
-        finite = self._clip_grad_norm(self.recipe.optim.clip_norm).isfinite()
+
+        # Forward and backward. DDP averages the gradients over ranks, once, after the last
+        # micro-batch; but the loss must be the mean over the global batch.
+        loss_scale = accelerator.num_processes / recipe.data.batch_size
+        outputs = []
+        for index, batch in enumerate(micro_batches):
+            is_last = index == num_micro_batches - 1
+            _seed_dropout(recipe.run.seed, counters.step, accelerator.process_index, index)
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
+                loss_sum, logits_BK, *teacher_sum = self.forward(batch)
+                # A non-finite loss may have finite gradients: NaN makes every rank skip the step.
+                factor = torch.where(loss_sum.detach().isfinite(), loss_scale, float("nan"))
+                # Gradient checkpointing runs the forward pass again in backward.
+                recomputes = recipe.model.grad_checkpointing
+                with self.preserve_bn_stats() if recomputes else contextlib.nullcontext():
+                    accelerator.backward(loss_sum * factor)
+            tensors = (loss_sum, logits_BK, batch.labels_B, *teacher_sum)
+            outputs.append([tensor.detach() for tensor in tensors])
+
+        # Clip the gradient, and update the weights. If the gradient is not finite, the step is
+        # skipped: it changes neither weights nor batch norm statistics.
+        finite = self._clip_grad_norm(recipe.optim.clip_norm).isfinite()
         set_lr(self.optimizer.optimizer, self.setup.lr_at(counters.step))
         self._optimizer_step(finite)
         for statistic, old in zip(self.bn_stats, self._bn_stats_before_step, strict=True):
-            statistic.copy_(torch.where(finite, statistic, old))  # a skipped step changes nothing
+            statistic.copy_(torch.where(finite, statistic, old))
         self.optimizer.zero_grad()
         counters.step += 1
         if self.ema is not None:
-            self.ema.update(self.accelerator.unwrap_model(self.model), step=counters.step)
+            self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
+
+        # Add to the sums for the next log line.
         for tensors in outputs:
             meter.update(*tensors, step_taken=finite)
         self._finite.send(finite)
         self._count_skipped_steps(self._finite.receive())
-
-    def restore_bn_stats(self) -> None:
-        """Restore the batch norm statistics from before an incomplete step."""
-        copy_statistics(self._bn_stats_before_step, self.bn_stats)
 
     def forward(self, batch: Batch, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Run the forward pass of a batch.
@@ -212,6 +202,11 @@ class TrainerState:
         loss_sum, teacher_sum = self.distillation.compute_loss(loss_sum, logits_BK, batch)
         return loss_sum, logits_BK, teacher_sum
 
+    @functools.cached_property
+    def _loss_fn(self) -> AnyLoss:
+        """The loss function; built late, because it depends on the readable images."""
+        return self.setup.build_loss()
+
     def _clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip the gradients if `max_norm` is given. Returns: the global norm before clipping."""
         accelerator = self.accelerator
@@ -226,6 +221,11 @@ class TrainerState:
             else:
                 norm = nn.utils.clip_grad_norm_(self._trainable_parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @functools.cached_property
+    def _trainable_parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, cached: walking through a network takes a millisecond."""
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     def _optimizer_step(self, finite: Tensor) -> None:
         """Update the weights, or skip the step if the gradient is not finite."""
@@ -264,7 +264,18 @@ class TrainerState:
                     code="diverged.gradients",
                 )
 
-    # Around the steps -------------------------------------------------------------------------
+    def sync_stop_signal(self, received: int) -> int:
+        """Agree on a stop signal, so that all ranks stop at the same step.
+
+        Returns: the number of a signal that any rank has received, or 0.
+        """
+        if self.accelerator.num_processes == 1:
+            return received
+        signals = torch.full((1,), received, device=self.accelerator.device)
+        self._signals.send(torch.as_tensor(self.accelerator.gather(signals)).max())
+        return int(max(self._signals.receive(), default=0))
+
+    # Logs and evaluation -------------------------------------------------------------------------
 
     def log_training(self, meter: TrainMeter) -> dict[str, Any]:
         """Write a training line to metrics.jsonl, summed over ranks. Returns: the line."""
@@ -277,27 +288,6 @@ class TrainerState:
         )
         self._write_metrics(line)
         return line
-
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        return torch.as_tensor(self.accelerator.reduce(tensor, "sum"))
-
-    def _write_metrics(self, line: dict[str, Any]) -> None:
-        if self.is_main_process:
-            self.run.append_metrics(line)
-            if self.recipe.run.trackers:
-                accuracies = ("top1", "top5", "map", "micro_f1")
-                names = ("loss", "distill_loss", *accuracies, "lr", "images_per_second")
-                values = {f"{line['split']}/{key}": line.get(key) for key in names}
-                self.accelerator.log(
-                    {key: value for key, value in values.items() if value is not None},
-                    step=line["step"],
-                )
-
-    def eval_model(self) -> nn.Module:
-        """Return the network to evaluate, without its DDP wrapper: the EMA if the run has one."""
-        if self.ema is not None:
-            return self.ema.module
-        return self.model if self.is_sharded else self.accelerator.unwrap_model(self.model)
 
     def log_validation(self, result: dict[str, Any], meter: TrainMeter) -> bool:
         """Write a validation line to metrics.jsonl. Returns: True if it is the best so far."""
@@ -316,6 +306,29 @@ class TrainerState:
         return self.counters.update_best(
             best, line["step" if best == "last" else best.split(".")[1]]
         )
+
+    def _write_metrics(self, line: dict[str, Any]) -> None:
+        if self.is_main_process:
+            self.run.append_metrics(line)
+            if self.recipe.run.trackers:
+                accuracies = ("top1", "top5", "map", "micro_f1")
+                names = ("loss", "distill_loss", *accuracies, "lr", "images_per_second")
+                values = {f"{line['split']}/{key}": line.get(key) for key in names}
+                self.accelerator.log(
+                    {key: value for key, value in values.items() if value is not None},
+                    step=line["step"],
+                )
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return torch.as_tensor(self.accelerator.reduce(tensor, "sum"))
+
+    def eval_model(self) -> nn.Module:
+        """Return the network to evaluate, without its DDP wrapper: the EMA if the run has one."""
+        if self.ema is not None:
+            return self.ema.module
+        return self.model if self.is_sharded else self.accelerator.unwrap_model(self.model)
+
+    # Checkpoints ---------------------------------------------------------------------------------
 
     def save_checkpoint(self, meter: TrainMeter) -> None:
         """Start to write a checkpoint of this step in the background; older ones are pruned."""
@@ -337,6 +350,14 @@ class TrainerState:
             dataclasses.asdict(self.counters),
             frozen_weights=self._frozen_weights,
         )
+
+    @functools.cached_property
+    def _frozen_weights(self) -> dict[str, Tensor]:
+        """The frozen weights of an adapter run, which checkpoints do not contain."""
+        if self.recipe.model.adapter is None:
+            return {}
+        network = self.accelerator.unwrap_model(self.model)
+        return {n: p.detach() for n, p in network.named_parameters() if not p.requires_grad}
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint; the optimizer has no state before the first step."""
@@ -373,72 +394,6 @@ class TrainerState:
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
 
-    def provenance(self) -> dict[str, Any]:
-        """Return precision, number of processes and teacher, for the plan and run.json."""
-        values: dict[str, Any] = {
-            "precision": accelerator_precision(self.accelerator),
-            "num_processes": self.accelerator.num_processes,
-        }
-        if self.distillation is not None:
-            values["teacher"] = self.distillation.teacher_info
-        return values
-
-    def start(self, meter: TrainMeter) -> None:
-        """Prepare for the first step: restore the meter, sync batch norm, switch to train mode."""
-        process_lifecycle.resume_garbage_collection()
-        if self.is_main_process and self.counters.pending:
-            meter.restore_sums(self.counters.pending)
-        if self.recipe.model.sync_bn and self.accelerator.num_processes > 1:
-            # Not earlier: until now each rank has run or copied the network on its own.
-            convert_to_sync_batch_norm(self.accelerator.unwrap_model(self.model))
-        set_train_mode(self.model)
-
-    def sync_batch_norm(self) -> None:
-        """Average the running statistics of batch norm over ranks, since their images differ.
-
-        The EMA's statistics are broadcast from rank 0, whose EMA the checkpoints contain.
-        """
-        if self.accelerator.num_processes == 1:
-            return
-        for statistic in self.bn_stats:
-            if statistic.is_floating_point():
-                statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
-        for statistic in () if self.ema is None else _bn_buffers(self.ema.module):
-            torch.distributed.broadcast(statistic, src=0)
-
-    @functools.cached_property
-    def _loss_fn(self) -> AnyLoss:
-        """The loss function; built late, because it depends on the readable images."""
-        return self.setup.build_loss()
-
-    @functools.cached_property
-    def _trainable_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, cached: walking through a network takes a millisecond."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    @functools.cached_property
-    def _frozen_weights(self) -> dict[str, Tensor]:
-        """The frozen weights of an adapter run, which checkpoints do not contain."""
-        if self.recipe.model.adapter is None:
-            return {}
-        network = self.accelerator.unwrap_model(self.model)
-        return {n: p.detach() for n, p in network.named_parameters() if not p.requires_grad}
-
-    @functools.cached_property
-    def bn_stats(self) -> list[Tensor]:
-        return _bn_buffers(self.model)
-
-    def sync_stop_signal(self, received: int) -> int:
-        """Agree on a stop signal, so that all ranks stop at the same step.
-
-        Returns: the number of a signal that any rank has received, or 0.
-        """
-        if self.accelerator.num_processes == 1:
-            return received
-        signals = torch.full((1,), received, device=self.accelerator.device)
-        self._signals.send(torch.as_tensor(self.accelerator.gather(signals)).max())
-        return int(max(self._signals.receive(), default=0))
-
     def load_best_weights(self) -> tuple[int, dict[str, Tensor]]:
         """Load the best weights into `eval_model`, and merge an adapter.
 
@@ -463,8 +418,63 @@ class TrainerState:
             model.load_state_dict(weights)
         return step, merge_adapter(model) if self.recipe.model.adapter else weights
 
+    def provenance(self) -> dict[str, Any]:
+        """Return precision, number of processes and teacher, for the plan and run.json."""
+        values: dict[str, Any] = {
+            "precision": accelerator_precision(self.accelerator),
+            "num_processes": self.accelerator.num_processes,
+        }
+        if self.distillation is not None:
+            values["teacher"] = self.distillation.teacher_info
+        return values
+
+    # Batch norm statistics -----------------------------------------------------------------------
+
+    @functools.cached_property
+    def bn_stats(self) -> list[Tensor]:
+        """Running means, running variances and batch counts of the batch norm layers."""
+        return _bn_buffers(self.model)
+
+    def restore_bn_stats(self) -> None:
+        """Restore the batch norm statistics from before an incomplete step."""
+        _copy_values(self._bn_stats_before_step, self.bn_stats)
+
+    @contextlib.contextmanager
+    def preserve_bn_stats(self) -> Iterator[None]:
+        """Restore the batch norm statistics after the block, which may run the network."""
+        saved = [statistic.clone() for statistic in self.bn_stats]
+        yield
+        _copy_values(saved, self.bn_stats)
+
+    def sync_batch_norm(self) -> None:
+        """Average the running statistics of batch norm over ranks, since their images differ.
+
+        The EMA's statistics are broadcast from rank 0, whose EMA the checkpoints contain.
+        """
+        if self.accelerator.num_processes == 1:
+            return
+        for statistic in self.bn_stats:
+            if statistic.is_floating_point():
+                statistic.copy_(torch.as_tensor(self.accelerator.reduce(statistic, "mean")))
+        for statistic in () if self.ema is None else _bn_buffers(self.ema.module):
+            torch.distributed.broadcast(statistic, src=0)
+
 
 def _bn_buffers(model: nn.Module) -> list[Tensor]:
     """Return the running means, running variances and batch counts of batch norm layers."""
     ends = ("running_mean", "running_var", "num_batches_tracked")
     return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
+
+
+def _copy_values(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for value, tensor in zip(source, target, strict=True):
+        tensor.copy_(value)
+
+
+def _seed_dropout(*parts: int) -> None:
+    """Seed dropout from (seed, step, rank, micro-batch), so that resuming needs no RNG state."""
+    seed = 0
+    for part in parts:
+        seed = (seed ^ part) * 0x9E3779B97F4A7C15 % 2**63
+        seed ^= seed >> 29
+    torch.manual_seed(seed)

@@ -24,9 +24,9 @@ from finetune.data.sampler import DistributedBatchSampler
 from finetune.evaluation.evaluator import _copy_to_host
 from finetune.evaluation.metrics import ClassificationMetrics
 from finetune.models.fast_layers import limit_last_block_to_class_token
+from finetune.training.delayed_scalars import DelayedScalars
 from finetune.training.meter import TrainMeter
 from finetune.training.optim import build_optimizer, supports_found_inf
-from finetune.training.trainer_state import DelayedScalars
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.sample_rng import sample_keys
 from tests import networks

@@ -73,7 +73,7 @@ def test_the_last_block_limited_to_the_class_token(
 
 
 def test_delayed_scalars_arrive_one_step_later(figure: Any) -> None:
-    from finetune.training.trainer_state import DelayedScalars
+    from finetune.training.delayed_scalars import DelayedScalars
 
     scalars, value = DelayedScalars(DEVICE, delayed=True), torch.zeros(1, device=DEVICE)
     for step in range(3):
@@ -88,7 +88,7 @@ def test_delayed_scalars_arrive_one_step_later(figure: Any) -> None:
 def test_sending_a_scalar_does_not_synchronize(figure: Any) -> None:
     import time
 
-    from finetune.training.trainer_state import DelayedScalars
+    from finetune.training.delayed_scalars import DelayedScalars
 
     scalars, value = DelayedScalars(DEVICE), torch.ones(1, device=DEVICE)
     scalars.send(value)

@@ -1,4 +1,4 @@
-"""The first log lines of a run: setup warnings, the summary, and the ETA."""
+"""The first log lines of a run: setup warnings and the summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe_texts import tiny_recipe_text
 from finetune.recipe.load import parse_recipe
 from finetune.training.sanity import check_setup
 from finetune.training.setup import TrainingSetup, build_setup
-from finetune.training.train import _EtaEstimator, _progress_bar_postfix, train
+from finetune.training.train import train
 
 RECIPE = tiny_recipe_text("batch_size: 32, val_fraction: 0.1", optim="lr: 1e-3, epochs: 12")
 
@@ -142,24 +142,3 @@ def test_run_logs_summary_first_and_early_stopping_last(
 def test_dry_run_warns_about_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny_recipe(), tmp_path / "run", dry_run=True)
     assert "only 12 steps" in capsys.readouterr().err
-
-
-def test_eta_is_logged_once_and_only_for_long_runs() -> None:
-    eta = _EtaEstimator(100)
-    lines = {step: eta.update(step, 60.0 + 4 * step) for step in range(1, 20)}
-    ((step, line),) = ((step, line) for step, line in lines.items() if line)
-    assert step == 4  # 3 steps and 10 seconds after step 1, which may compile
-    assert "6 min 24 s" in line
-    assert "96 more steps" in line
-    short_run = _EtaEstimator(100)
-    assert not any(short_run.update(step, 0.09 * step) for step in range(1, 101))
-
-
-@pytest.mark.parametrize(
-    "rate, shown", [(0.534, "0.53"), (7.25, "7.2"), (12.3, "12"), (1234, "1,234")]
-)
-def test_progress_bar_shows_decimals_for_rates_below_ten(rate: float, shown: str) -> None:
-    assert (
-        _progress_bar_postfix({"loss": 1.0, "lr": 1e-3, "images_per_second": rate})["img/s"]
-        == shown
-    )

@@ -20,9 +20,10 @@ from finetune.run.directory import RunDir
 from finetune.training import build_state
 from finetune.training.accelerator import create_accelerator
 from finetune.training.build_state import build_trainer_state
+from finetune.training.delayed_scalars import DelayedScalars
 from finetune.training.meter import TrainMeter
 from finetune.training.setup import build_setup
-from finetune.training.trainer_state import DelayedScalars, TrainerState
+from finetune.training.trainer_state import TrainerState
 
 RECIPE = tiny_recipe_text(
     "batch_size: 8",

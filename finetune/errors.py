@@ -32,10 +32,8 @@ _SECRET_VARIABLE = re.compile(
 )
 HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _URL_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
-_LOADER_OUT_OF_MEMORY = (
-    "failed to map segment",
-    "Cannot allocate memory",
-)  # messages of the dynamic loader
+# messages of the dynamic loader
+_LOADER_OUT_OF_MEMORY = ("failed to map segment", "Cannot allocate memory")
 # messages of torch on a GPU, of NVIDIA's libraries, and of torch on a CPU
 _OUT_OF_MEMORY_MESSAGES = (
     "out of memory",

@@ -107,7 +107,7 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
             fsync_folder(path.parent)
     finally:
         # a folder that cannot be written to holds no temporary file either
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
@@ -145,7 +145,7 @@ def explain_disk_errors(
         needed_bytes: bytes that the write needs, or 0 if unknown.
         option: the command-line option that names the path, named in the error message.
     Raises: SetupError if the disk or quota is full, or if the path cannot be written: access is
-        denied, the name is invalid, or the device fails.
+        denied, the name is too long, or the device fails.
     """
     try:
         yield
@@ -160,29 +160,11 @@ def explain_disk_errors(
                 "run the command again (training with --resume)",
                 code="setup.disk_full",
             ) from error
-        raise _not_writable_error(path, os.strerror(number), option) from error
-    except ValueError as error:
-        if _is_valid_path(path):
-            raise
-        raise _not_writable_error(path, "no path has such characters", option) from error
-
-
-def _not_writable_error(path: Path, why: str, option: str) -> SetupError:
-    return SetupError(
-        f"{escape_control_chars(str(path))}: cannot be written ({why}); choose another {option}",
-        code="setup.not_writable",
-    )
-
-
-def _is_valid_path(path: Path) -> bool:
-    """Return True if the system accepts the path, whether or not it exists; it rejects a NUL."""
-    try:
-        os.lstat(path)
-    except OSError:
-        return True
-    except ValueError:
-        return False
-    return True
+        raise SetupError(
+            f"{escape_control_chars(str(path))}: cannot be written ({os.strerror(number)}); choose "
+            f"another {option}",
+            code="setup.not_writable",
+        ) from error
 
 
 def _errno_of(error: Exception) -> int:

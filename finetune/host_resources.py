@@ -9,35 +9,28 @@ from pathlib import Path
 
 __all__ = ["available_memory_bytes", "disable_malloc_trim", "num_cores", "total_memory_bytes"]
 
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+# (limit, current usage) for cgroup v2, then v1
+_CGROUP_MEMORY_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+# Constants of malloc.h. glibc returns every block above the mmap threshold to the system when it is
+# freed, and accepts a threshold of at most 32 MiB.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+
 
 def num_cores() -> int:
     """Return the number of CPU cores of this process: its CPU affinity or cgroup quota."""
     cores = len(os.sched_getaffinity(0))
     for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # no quota file, or "max"
-            words = (_CGROUP_ROOT / name).read_text().split()
+            words = (CGROUP_ROOT / name).read_text().split()
             period = words[1] if len(words) > 1 else _read_cgroup_int("cpu/cpu.cfs_period_us")
             quota = int(words[0]) // int(period)
             cores = min(cores, max(quota, 1)) if int(words[0]) > 0 else cores
     return cores
-
-
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
-# (limit, current usage) for cgroup v2, then v1
-_CGROUP_MEMORY_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-
-
-# Constants of malloc.h. glibc returns every block above the mmap threshold to the system when it is
-# freed, and accepts a threshold of at most 32 MiB.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def total_memory_bytes() -> int:
@@ -79,4 +72,4 @@ def disable_malloc_trim() -> None:
 
 
 def _read_cgroup_int(name: str) -> int:
-    return int((_CGROUP_ROOT / name).read_text())
+    return int((CGROUP_ROOT / name).read_text())

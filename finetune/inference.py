@@ -36,29 +36,17 @@ from finetune.transforms.pipeline import Pipeline
 
 __all__ = ["Classifier", "PredictionRow", "eval_pipeline_and_class_names", "get_num_classes"]
 
-
-PredictionRow = dict[str, Any]
-
+PredictionRow = dict[str, Any]  # see `Classifier.predict`
+_DecodedCallback = Callable[[int, np.ndarray], None]
 
 _MAX_WORKERS = 32
-
-
-# images per forward pass, by device; on a CPU, larger batches exceed the CPU caches
+# Images per forward pass; on a CPU, larger batches exceed the CPU caches.
 _BATCH_SIZE_BY_DEVICE = {"cpu": 8}
-
-
 _DEFAULT_BATCH_SIZE = 64
-
-
 # Decoded pixel bytes per pipeline call. On a CPU the limit of 1 means one image per call. On a GPU
 # a limit is needed because 64 decoded photos of 48 megapixels would take 9 GB.
 _PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
-
-
 _DEFAULT_PREPROCESS_BYTES = 2**26
-
-
-_DecodedCallback = Callable[[int, np.ndarray], None]
 
 
 class Classifier:

@@ -31,9 +31,8 @@ __all__ = [
 logger = logging.getLogger("finetune")
 
 _warned: set[str] = set()
-_collected: list[tuple[str, str | None]] | None = (
-    None  # warnings of a worker process, for the main process to log
-)
+# Warnings of a worker process, for the main process to log; None in the main process.
+_collected: list[tuple[str, str | None]] | None = None
 
 
 class _ConsoleHandler(logging.Handler):

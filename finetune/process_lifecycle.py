@@ -99,9 +99,8 @@ def skip_interpreter_teardown() -> Callable[[int], None]:
 
     def exit_now() -> None:
         if codes:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # a closed stream: Python reports it at exit
+            # A stream may be closed: then Python reports it at exit.
+            with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(codes[0])

@@ -55,7 +55,7 @@ def test_other_exceptions_pass_unchanged(tmp_path: Path, error: Exception) -> No
             raise error
 
 
-@pytest.mark.parametrize("name", ["u/" + "y" * 300, "loop/x", "u/\0x", "u/\ud800"])
+@pytest.mark.parametrize("name", ["u/" + "y" * 300, "loop/x"])
 def test_an_invalid_path_is_refused_as_folder_and_as_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "u").mkdir()
     (tmp_path / "loop").symlink_to("pool")

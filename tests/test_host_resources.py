@@ -27,7 +27,7 @@ def test_available_memory_is_less_than_total_memory() -> None:
 def test_the_memory_limit_of_a_container_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str
 ) -> None:
-    monkeypatch.setattr(host_resources, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_resources, "CGROUP_ROOT", tmp_path)
     machine_total = total_memory_bytes()
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("max\n")
@@ -54,7 +54,7 @@ def test_the_memory_limit_of_a_container_is_used(
 def test_the_cpu_quota_of_a_container_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
-    monkeypatch.setattr(host_resources, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_resources, "CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(host_resources.os, "sched_getaffinity", lambda process: set(range(8)))
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():

@@ -20,9 +20,8 @@ __all__ = ["MatMul", "list_matmuls", "matrix_rate"]
 
 _MEASURED_SECONDS = 0.03  # repeat each product for this long
 _MIN_REPEATS = 3  # minimum number of repetitions
-_QUEUED_MATMULS = (
-    20  # on a GPU, launch this many before waiting: waiting for each would measure the wait
-)
+# On a GPU, launch this many products before waiting: waiting for each would measure the wait.
+_QUEUED_MATMULS = 20
 
 
 @dataclass(frozen=True)

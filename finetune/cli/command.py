@@ -129,7 +129,7 @@ def _enable_debug(ctx: click.Context, param: click.Parameter, value: bool) -> No
 
 
 def _check_output_paths(arguments: Mapping[str, Any]) -> None:
-    """Reject output paths that are empty or that the file system cannot represent, before any work.
+    """Refuse output paths that are empty or that the file system rejects, before any work.
 
     The command itself checks later what exists at the path and whether it is writable.
 
@@ -149,10 +149,9 @@ def _check_output_paths(arguments: Mapping[str, Any]) -> None:
             os.lstat(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "no path has such characters"
+        except OSError as error:
             raise SetupError(
-                f"{option}: '{escape_control_chars(path)}' cannot be written ({why}); choose "
-                f"another {option}",
+                f"{option}: '{escape_control_chars(path)}' cannot be written ({error.strerror}); "
+                f"choose another {option}",
                 code="setup.not_writable",
             ) from error

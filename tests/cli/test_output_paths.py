@@ -36,12 +36,10 @@ OPTIONS = {
     "train": ["train", "tiny.yaml", "--out"],
 }
 SUFFIXES = {"predict": ".csv", "predict --sheet": ".png"}
-# Path and cause, for a name, a link, a character and a whole path that the system refuses.
+# Path and cause, for a name, a link and a whole path that the system refuses.
 IMPOSSIBLE_PATHS = {
     "a long name": ("there/" + "y" * 300, "File name too long"),
     "a loop of links": ("loop/x/y", "Too many levels of symbolic links"),
-    "a NUL": ("there/\0x", "no path has such characters"),
-    "no UTF-8": ("there/\ud800", "no path has such characters"),
     "a long path": ("/".join(["d" * 200] * 30), "File name too long"),
 }
 
@@ -58,8 +56,10 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (8, 8)).save("a.png")
 
 
-@pytest.mark.parametrize("command", OPTIONS)
-@pytest.mark.parametrize("kind", IMPOSSIBLE_PATHS)
+@pytest.mark.parametrize(
+    "command, kind",
+    [*((command, "a long name") for command in OPTIONS), *(("train", k) for k in IMPOSSIBLE_PATHS)],
+)
 def test_an_impossible_path_is_refused_before_any_work(
     command: str, kind: str, capsys: Captured
 ) -> None:

@@ -127,7 +127,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Suggest the closest valid name.
 
     Args:
-        word: what the user typed.
+        word: name that the user typed.
         choices: the valid names.
     Returns: "; did you mean 'x'?", or an empty string if no name is close.
     """
@@ -176,7 +176,8 @@ def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:
     """Escape control characters, because file names may contain terminal escapes or bidi overrides.
 
     Args:
-        keep: unprintable characters to leave as they are.
+        text: text to print in a terminal.
+        keep: control characters to leave as they are.
     """
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()

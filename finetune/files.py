@@ -57,14 +57,14 @@ def open_regular_file(path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
     """Open a regular file for reading; opening a named pipe would block forever.
 
     Args:
-        path: the file; symbolic links are followed.
-        max_bytes: maximum size of the file.
+        path: path of the file; symbolic links are followed.
+        max_bytes: maximum size of the file; None for no limit.
     Raises: OSError if the file cannot be opened; ValueError if it is not a regular file, or is too
         large.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise ValueError(f"is {describe_file_type(mode)}, not a file")
+        raise ValueError(f"this is {describe_file_type(mode)}, not a file")
     file = path.open("rb")
     if max_bytes is not None and (size := os.fstat(file.fileno()).st_size) > max_bytes:
         file.close()
@@ -234,7 +234,8 @@ def check_not_overwriting_inputs(
 
     Args:
         image_paths: paths of the input images.
-        outputs: output file of each command-line option; None for an option that is not given.
+        outputs: dict from each command-line option to its output file, which is None if the option
+            is not given.
     Raises: RecipeError that names the option and the image.
     """
     written = {os.path.realpath(path): option for option, path in outputs.items() if path}

@@ -45,22 +45,22 @@ _BATCH_SIZE_BY_DEVICE = {"cpu": 8}
 _DEFAULT_BATCH_SIZE = 64
 # Decoded pixel bytes per pipeline call. On a CPU the limit of 1 means one image per call. On a GPU
 # a limit is needed because 64 decoded photos of 48 megapixels would take 9 GB.
-_PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
-_DEFAULT_PREPROCESS_BYTES = 2**26
+PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
+DEFAULT_PREPROCESS_BYTES = 2**26
 
 
 class Classifier:
     """An image classifier: a network with its preprocessing and class names.
 
     Args:
-        network: images (B, 3, h, w) to logits (B, K). It is moved to the device and set to
-            evaluation mode; on a CPU it uses `use_onednn_linear`.
+        network: network from images (B, 3, h, w) to logits (B, K). It is moved to the device and
+            set to evaluation mode; on a CPU it uses `use_onednn_linear`.
         pipeline: evaluation transforms, without random operations.
-        class_names: one for each of the K logits.
-        device: where to compute; None uses a GPU if available.
-        temperature: logits are divided by it before the softmax; None for 1.
-        thresholds: K thresholds of a multi-label model: an image has a label if its confidence, the
-            sigmoid of the logit, is at least this; None for a single-label model.
+        class_names: names of the K classes, in the order of the logits.
+        device: device to compute on; None for a GPU if one is available.
+        temperature: divisor of the logits before the softmax; None for 1.
+        thresholds: K thresholds of a multi-label model; None for a single-label model. An image has
+            a label if its confidence, the sigmoid of the logit, is at least the threshold.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Classifier:
 
         Args:
             model: path or name of the model, as above.
-            device: where to compute; None uses a GPU if available.
-            calibrated: divide logits by the temperature stored with the model; False gives the
-                plain softmax, as timm and transformers do.
-            threshold: one threshold in [0, 1] for all classes of a multi-label model; None uses
-                the stored thresholds.
+            device: device to compute on; None for a GPU if one is available.
+            calibrated: True to divide the logits by the temperature stored with the model; False
+                for the plain softmax, as in timm and transformers.
+            threshold: threshold in [0, 1] for all classes of a multi-label model; None for the
+                stored thresholds.
         Raises: WeightsError if the model does not exist, has no classifier, or has no temperature
             although `calibrated` is True; RecipeError if `threshold` or `calibrated` does not apply
             to the model.
@@ -182,7 +182,7 @@ class Classifier:
             paths: files, folders (searched recursively) and glob patterns, or PIL images.
             top_k: predictions per image, the most probable first; at most K.
             batch_size: images per forward pass; None for 8 on a CPU, else 64.
-            progress: show a progress bar on standard error.
+            progress: True to show a progress bar on standard error.
         Returns: a dict for each image, in order: {"path", "predictions": [{"label", "index",
             "confidence"}]}, or {"path", "error"} for an unreadable file. "path" is None for a PIL
             image. A multi-label model adds "labels", a list like "predictions": the classes whose
@@ -209,10 +209,12 @@ class Classifier:
         Several batches are processed concurrently, each on one thread with its share of the cores.
 
         Args:
-            files: from `find_images`.
-            top_k, batch_size, progress: see `predict`.
-            on_decoded: called with the index in `files` and the pixels, (H, W, 3) uint8, of every
-                decoded image; several threads call it.
+            files: paths or PIL images, from `find_images`.
+            top_k: predictions per image, the most probable first; at most K.
+            batch_size: images per forward pass; None for 8 on a CPU, else 64.
+            progress: True to show a progress bar on standard error.
+            on_decoded: function that several threads call for each decoded image, with its index in
+                `files` and its pixels, (H, W, 3) uint8; None for none.
         Returns: an iterator over the dicts that `predict` returns, in order.
         Raises: RecipeError if top_k or batch_size is below 1, before any file is read; WeightsError
             during iteration if an output is not finite.
@@ -278,7 +280,7 @@ class Classifier:
         ]
         decoded: list[tuple[PredictionRow, Tensor]] = []
         prepared: list[tuple[PredictionRow, Tensor]] = []
-        max_bytes = _PREPROCESS_BYTES_BY_DEVICE.get(self.device.type, _DEFAULT_PREPROCESS_BYTES)
+        max_bytes = PREPROCESS_BYTES_BY_DEVICE.get(self.device.type, DEFAULT_PREPROCESS_BYTES)
         num_bytes = 0
         for index, (row, (path, error)) in enumerate(zip(rows, files, strict=True), start):
             _raise_if_stopped()

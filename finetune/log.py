@@ -83,8 +83,9 @@ def warn_once(message: str, *, key: str | None = None) -> None:
     """Log a warning once per process.
 
     Args:
-        message: the whole warning.
-        key: warnings with the same key count as one; the message itself by default.
+        message: text of the warning.
+        key: identifier of the warning: of several warnings with one key, only the first is logged.
+            None for the message itself.
     """
     if (key or message) in _warned or not logger.isEnabledFor(logging.WARNING):
         return

@@ -54,7 +54,7 @@ def test_a_handler_of_the_program_takes_the_messages() -> None:
 
 def test_the_command_line_prints_whatever_other_handlers_exist() -> None:
     root = "import logging, sys; logging.basicConfig(stream=sys.stdout, level=logging.INFO)\n"
-    command = "from finetune.log import print_messages; print_messages()\n"
+    command = "from finetune.cli.main import main; main(['recipes', 'schema'])\n"
     assert run_program(root + command + MESSAGE)[1] == "finetune: hello\n"
 
 

@@ -33,7 +33,7 @@ def input_rates(
     workers decode the images and drop them; then the workers decode and return them.
 
     Args:
-        split: the split to read, without unreadable images.
+        split: split to read, without unreadable images.
         workers: number of processes, at least 1.
         batch_size: images per batch.
         num_images: minimum number of images per turn.

@@ -90,11 +90,11 @@ def matrix_rate(
     seconds = operations = 0.0
     for product, times in counts.items():
         operations += times * product.operations
-        seconds += times * _layer_seconds(product, dtype, device)
+        seconds += times * layer_seconds(product, dtype, device)
     return operations / seconds if seconds else None
 
 
-def _layer_seconds(product: MatMul, dtype: torch.dtype, device: torch.device) -> float:
+def layer_seconds(product: MatMul, dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of a layer's forward product and its gradients' products."""
 
     def filled(*shape: int) -> Tensor:

@@ -44,15 +44,20 @@ def bench(
         overrides: overrides of the recipe, each `section.key=value`.
         steps: timed steps per turn.
         repeats: number of turns.
-        decode: also compare the workers with as many processes that only decode.
-        profile: folder for a profiler trace.
-    Returns: a dict with keys "train", "without_input" and "evaluation" (images per second),
-        "input_share" (the share of a step that loading takes) and "matrix_rate" (operations per
-        second, None for a network without linear layers), each a `value_range`;
-        "operations_per_image", and "fraction", the achieved fraction of the matrix rate;
-        "seconds_to_first_step", from the start of the process; "host_bytes" and "device_bytes",
-        peaks of memory; "inputs" (see `input_rates`) and "profile", None unless requested; "load",
-        the load average before the measurement; and the settings and the machine.
+        decode: True to also compare the workers with as many processes that only decode.
+        profile: folder for a profiler trace; None for no trace.
+    Returns: a dict with these keys, and those of the settings and the machine:
+        "train", "without_input", "evaluation": images per second, each a `value_range`.
+        "input_share": share of a step that loading takes, a `value_range`.
+        "matrix_rate": operations per second of the matrix products, a `value_range`; None for a
+            network without linear layers.
+        "operations_per_image": FLOPs of a training step per image.
+        "fraction": share of the matrix rate that training reaches; None without a matrix rate.
+        "seconds_to_first_step": time from the start of the process.
+        "host_bytes", "device_bytes": peak of memory; "device_bytes" is None on a CPU.
+        "inputs": result of `input_rates`; None unless requested.
+        "profile": result of `TrainingLoop.profile`; None unless requested.
+        "load": load average before the measurement.
     Raises: FinetuneError; its class sets the exit code.
     """
     recipe = load_recipe(path, overrides)

@@ -33,7 +33,8 @@ class StepTimer:
         device: the device that runs the steps.
         warmup: number of untimed steps, at least 1.
         steps: number of timed steps; 0 measures only the first warm-up step.
-        tick: called after each step.
+        tick: function to call after each step.
+
     Attributes:
         seconds: duration of the timed steps.
         seconds_to_first_step: time from the start of the process to the end of the first step.

@@ -49,11 +49,12 @@ class TrainingLoop:
         recipe: the recipe, trained as by `finetune train`.
         folder: an empty folder for the run directory; the caller removes it.
         max_images: open only this many images of each split; None for all.
-        on_step: called after each step.
+        on_step: function to call after each step.
 
     Attributes:
         trainer: the training state; its setup counts the images that were opened.
-        loader, val_loader: loaders of the training images, and of those to evaluate.
+        loader: loader of the training images.
+        val_loader: loader of the images to evaluate.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class TrainingLoop:
         """Continue training.
 
         Args:
-            warmup, steps: number of untimed steps, at least 1, then of timed steps.
-            synthetic: repeat the batches of a single step, which stay on the device.
+            warmup: number of untimed steps at the start, at least 1.
+            steps: number of timed steps.
+            synthetic: True to repeat the batches of a single step, which stay on the device.
             batch_size: images per step over all processes; None for that of the recipe.
         """
         store = self.loader.store

@@ -33,8 +33,8 @@ class CommandResult:
     """The result of a command.
 
     Attributes:
-        data: the result to print with --json.
-        text: the result to print without --json.
+        data: result to print with --json.
+        text: the same result, to print without --json; nothing is printed if this is empty.
         error: the error to raise after printing; None if the command succeeded.
     """
 
@@ -83,8 +83,8 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
     """Decorator: make a click command with --json and --debug that prints the returned result.
 
     Args:
-        name: the name of the command.
-        example: an example command line to show in --help.
+        name: name of the command.
+        example: example command line to show in --help.
     """
 
     def decorate(function: Callable[..., CommandResult]) -> click.Command:

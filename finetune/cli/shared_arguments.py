@@ -32,7 +32,7 @@ def checked_by(check: Callable[[str], object]) -> Callable[..., Any]:
     """Return a click callback that calls `check` on the value, or on each of several values.
 
     Args:
-        check: raises a FinetuneError for an invalid value.
+        check: function that raises a FinetuneError for an invalid value.
     """
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

@@ -29,7 +29,13 @@ from finetune.training.accelerator import run_on_main
 from finetune.training.peak_memory import measure_peak_memory
 from finetune.training.trainer_state import TrainerState
 
-__all__ = ["find_micro_batch_size", "micro_batch_fits", "resolve_micro_batch_size"]
+__all__ = [
+    "find_micro_batch_size",
+    "micro_batch_fits",
+    "read_micro_batch_size",
+    "record_micro_batch_size",
+    "resolve_micro_batch_size",
+]
 
 _MARGIN_DIVISOR = 4  # try a quarter more images: room for the next input, and for fragmentation
 _USABLE_SHARE = 0.8  # of the free memory of a host
@@ -42,16 +48,16 @@ def resolve_micro_batch_size(trainer: TrainerState, loader: AnyLoader) -> None:
     Args:
         trainer: the training state before its first step, or after `load_checkpoint`; the training
             images are on the device already.
-        loader: loader of the training split; with cached features, this does nothing.
-    Raises: same as `find_micro_batch_size`.
+        loader: loader of the training split; if it yields cached features, nothing is searched.
+    Raises: SetupError or RecipeError, as `find_micro_batch_size` does.
     """
     if trainer.recipe.data.micro_batch != "auto" or not isinstance(loader, ImageLoader):
         return
     # Every rank must use the same size, and a resumed run the same size as before.
-    recorded = run_on_main(trainer.accelerator, lambda: _read_recorded_size(trainer.run))
+    recorded = run_on_main(trainer.accelerator, lambda: read_micro_batch_size(trainer.run))
     size = recorded or find_micro_batch_size(trainer)
     if recorded is None:
-        run_on_main(trainer.accelerator, lambda: _record_size(trainer.run, size))
+        run_on_main(trainer.accelerator, lambda: record_micro_batch_size(trainer.run, size))
     trainer.micro_batch_size = size
 
 
@@ -61,8 +67,9 @@ def find_micro_batch_size(trainer: TrainerState) -> int:
     The training state does not change.
 
     Args:
-        trainer: same as for `resolve_micro_batch_size`.
-    Returns: the micro-batch size; if it fits, this is a rank's whole share of the batch.
+        trainer: the training state before its first step, or after `load_checkpoint`; the training
+            images are on the device already.
+    Returns: images per micro-batch; a rank's whole share of the batch, if that fits.
     Raises: SetupError if not even the smallest size fits; RecipeError for a sharded network.
     """
     if trainer.is_sharded:
@@ -150,7 +157,7 @@ def _fits_by_estimate(trainer: TrainerState, num_images: int) -> bool:
 
 
 def _forward_backward(trainer: TrainerState, num_images: int) -> None:
-    """Run a pass without the DDP wrapper: a rank that fails must not make others wait."""
+    """Run forward and backward without the DDP wrapper: if a rank fails, no other rank waits."""
     network = trainer.accelerator.unwrap_model(trainer.model)
     loss_sum, *_ = trainer.forward(_black_batch(trainer, num_images), model=network)
     trainer.accelerator.backward(loss_sum)
@@ -193,7 +200,7 @@ def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module
 # --- in run.json, so that a resumed run uses the same size ----------------------------------------
 
 
-def _read_recorded_size(run: RunDir) -> int | None:
+def read_micro_batch_size(run: RunDir) -> int | None:
     """Return the recorded micro-batch size; None if none is recorded or the machine differs."""
     record = read_record(run)
     match record.get("micro_batch"):
@@ -202,7 +209,8 @@ def _read_recorded_size(run: RunDir) -> int | None:
     return None
 
 
-def _record_size(run: RunDir, micro_batch_size: int) -> None:
+def record_micro_batch_size(run: RunDir, micro_batch_size: int) -> None:
+    """Record the micro-batch size and the machine in run.json."""
     record = read_record(run)
     write_record(
         run,

@@ -21,7 +21,7 @@ from finetune.log import logger
 from finetune.models.fast_layers import limit_last_block_to_class_token, use_unfused_attention
 from finetune.models.summary import summarize_model
 
-__all__ = ["choose_kernels", "should_compile", "training_flops"]
+__all__ = ["choose_kernels", "missing_compile_dependency", "should_compile", "training_flops"]
 
 # Shorter training does not pay for compilation. On a CPU, compilation takes 30 to 60 seconds and
 # makes the steps of ViT-Ti/16 at 224 pixels 5 % faster (small networks gain nothing); on an H100,
@@ -119,7 +119,7 @@ def should_compile(
         or num_images * count_flops() < MIN_TRAINING_SECONDS[device.type] * flops_per_second
     ):
         return False
-    if missing := _missing_compile_dependency(device):
+    if missing := missing_compile_dependency(device):
         logger.warning(
             f"model.compile: not used, because {missing} is not installed; install it to speed up "
             "a run of this length"
@@ -127,7 +127,7 @@ def should_compile(
     return not missing
 
 
-def _missing_compile_dependency(device: torch.device) -> str | None:
+def missing_compile_dependency(device: torch.device) -> str | None:
     """Return the first missing dependency of torch.compile, or None."""
     if device.type == "cpu":
         return None if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler (g++)"

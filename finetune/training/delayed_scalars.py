@@ -43,7 +43,7 @@ class DelayedScalars:
         """Return the numbers that have arrived since the last call, oldest first.
 
         Args:
-            wait: also wait for copies that are not finished.
+            wait: True to wait for the copies that are not finished, and return all numbers.
         """
         num_delayed = 0 if wait else self._delay_steps
         numbers = []

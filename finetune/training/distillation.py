@@ -51,11 +51,13 @@ def distillation_loss(
     """Return the distillation loss, summed over the images of a batch.
 
     Args:
-        student_BN, teacher_BN: float32 logits, or float32 features of the same width.
+        student_BN: the student's float32 logits, or its float32 features, projected to the width of
+            the teacher's.
+        teacher_BN: the teacher's float32 logits or features.
         kind: "logits": Kullback-Leibler divergence of the softened probabilities, times the
             temperature squared; "features": 1 - cosine similarity, which is half the squared
             distance between the normalized vectors.
-        temperature: used for "logits" only.
+        temperature: temperature of the softmax; "features" ignores it.
     Source: Hinton et al. 2015, "Distilling the knowledge in a neural network", section 2; Navaneet
         et al. 2021, "SimReg: regression as a simple yet effective tool for self-supervised
         knowledge distillation", section 3, with a linear regressor (FitNets, Romero et al. 2015).
@@ -130,7 +132,10 @@ class Distillation:
     layer to the network, which is trained, averaged and saved in checkpoints like any other layer.
 
     Args:
+        section: the recipe's `distill` section.
         setup: the training setup; its network must be on the accelerator's device.
+        accelerator: the accelerator of this rank.
+        run: the run directory, which must not be the teacher's.
 
     Attributes:
         teacher_info: the teacher's name, architecture, size, sha256 and accuracy, for run.json.

@@ -14,12 +14,14 @@ class Counters:
 
     Attributes:
         step: optimizer steps done, including skipped ones.
-        best, best_step: the best value of `run.best` so far, and the last step that reached it.
+        best: the best value of `run.best` so far; None before the first evaluation.
+        best_step: the last step that reached `best`; None before the first evaluation.
         stale: evaluations since `best` last improved, for early stopping.
-        skipped, skipped_in_row: steps skipped because a gradient was not finite.
+        skipped: steps skipped because the gradient was not finite.
+        skipped_in_row: how many of the latest steps were skipped, without a step in between.
         seconds: training time so far.
         pending: sums of `TrainMeter` since the last log line.
-        scaler: state of the fp16 loss scaler.
+        scaler: state of the fp16 loss scaler; None in another precision.
     """
 
     step: int = 0

@@ -1,7 +1,4 @@
-"""The end of a run: evaluate the best weights, write model/, results.json, card and report.
-
-model/ is written before the test split is evaluated, so an error there cannot lose it.
-"""
+"""The end of a run: evaluate the best weights, write model/, results.json, card and report."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ __all__ = [
     "recheck_claims",
 ]
 
-_MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 256 MiB
+MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 256 MiB
 
 
 class BestValidation(NamedTuple):
@@ -55,33 +52,6 @@ class BestValidation(NamedTuple):
     evaluator: Evaluator
 
 
-def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
-    """True if a validation result during training can be reused for the published weights.
-
-    False with an adapter, because merging it rounds the weights, and if the validation logits are
-    too many to keep in memory.
-    """
-    if trainer.recipe.model.adapter is not None:
-        return False
-    return len(val_loader.labels) * val_loader.num_classes <= _MAX_KEPT_LOGITS
-
-
-def build_val_evaluator(
-    trainer: TrainerState, val_loader: AnyLoader, *, is_final: bool = True
-) -> Evaluator:
-    """Build the evaluator of the validation split.
-
-    Args:
-        is_final: also collect what the end of the run needs: the temperature, and the top losses
-            if the data has no test split.
-    """
-    has_test = "test" in trainer.setup.source.splits
-    num_mistakes = NUM_MISTAKES if is_final and not has_test else 0
-    return Evaluator(
-        val_loader, trainer.accelerator, fit_calibration=is_final, num_mistakes=num_mistakes
-    )
-
-
 def finalize_run(
     trainer: TrainerState,
     train_loader: AnyLoader,
@@ -93,8 +63,8 @@ def finalize_run(
     Args:
         trainer: the training state after the last step.
         train_loader: loader of the training split; the report shows some of its images.
-        val_loader: loader of the validation split, on which the temperature is fitted; None without
-            a validation split.
+        val_loader: loader of the validation split, on which the temperature or the thresholds are
+            fitted; None without a validation split.
         best_validation: a validation during training; reused if its step is the best.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read, after model/ is written. DivergedError if the
@@ -102,9 +72,11 @@ def finalize_run(
     """
     setup, run, accelerator = trainer.setup, trainer.run, trainer.accelerator
     batch_size = trainer.recipe.data.eval_batch_size
-    best_step, weights = trainer.load_best_weights()
     results: dict[str, Any] = {}
     splits = setup.source.splits
+    best_step, weights = trainer.load_best_weights()
+
+    # Validate the best weights, unless training has done so.
     if val_loader is not None:
         if best_validation is not None and best_validation.step == best_step:
             evaluator = best_validation.evaluator
@@ -119,9 +91,14 @@ def finalize_run(
         )
     results |= {"best_step": best_step, "steps": trainer.counters.step}
     results |= {"skipped_steps": trainer.counters.skipped}
+
+    # Write model/ before the test split is evaluated: an unreadable test image must not lose it.
     if trainer.is_main_process:
         _write_model_folder(trainer, results, weights)
-    if (test := splits.get("test")) is not None:
+
+    # Evaluate the test split, once.
+    test = splits.get("test")
+    if test is not None:
         # A copy without the cached fingerprint: test images may have been fixed since the start.
         test_loader = trainer.build_loader(dataclasses.replace(test), train=False)
         evaluator = Evaluator(
@@ -134,10 +111,12 @@ def finalize_run(
         evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
         results["test"] = evaluator.results()
         _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
+
+    # Write the results, the card and the report.
     if trainer.is_main_process:
         history = run.read_metrics()
-        lines = (line for line in reversed(history) if line["split"] == "train")
-        results["train"] = next(lines, {})
+        train_lines = [line for line in history if line["split"] == "train"]
+        results["train"] = train_lines[-1] if train_lines else {}
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
         results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
         results["warnings"] = check_results(setup, results, history)
@@ -146,8 +125,37 @@ def finalize_run(
         write_training_images(run, setup, train_loader.store, autocast_dtype(accelerator))
         _write_html_report(run.path, splits.get("val") if test is None else test)
     accelerator.wait_for_everyone()
+
+    # Fail last: the weights and results of a diverged run are kept.
     run_on_main(accelerator, lambda: raise_if_diverged(run, setup, results))
     return results
+
+
+def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
+    """True if a validation result during training can be reused for the published weights.
+
+    False with an adapter, because merging it rounds the weights, and if the validation logits are
+    too many to keep in memory.
+    """
+    if trainer.recipe.model.adapter is not None:
+        return False
+    return len(val_loader.labels) * val_loader.num_classes <= MAX_KEPT_LOGITS
+
+
+def build_val_evaluator(
+    trainer: TrainerState, val_loader: AnyLoader, *, is_final: bool = True
+) -> Evaluator:
+    """Build the evaluator of the validation split.
+
+    Args:
+        is_final: True to also fit the temperature or the thresholds and, if the data has no test
+            split, to collect the images with the highest losses; both are part of results.json.
+    """
+    has_test = "test" in trainer.setup.source.splits
+    num_mistakes = NUM_MISTAKES if is_final and not has_test else 0
+    return Evaluator(
+        val_loader, trainer.accelerator, fit_calibration=is_final, num_mistakes=num_mistakes
+    )
 
 
 def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
@@ -159,10 +167,12 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     """
     results = run.read_json("results.json") or {}
     claims = [claim.model_dump(mode="json") for claim in recipe.claims]
-    old_claims = results.get("claims") or []
-    pairs = zip(old_claims, claims, strict=False)
-    same = [{key: row.get(key) for key in claim} for row, claim in pairs]
-    if len(old_claims) == len(claims) and same == claims:
+    checked = results.get("claims") or []  # the claims with their measured values
+    if len(checked) == len(claims) and all(
+        old.get(key) == value
+        for old, claim in zip(checked, claims, strict=True)
+        for key, value in claim.items()
+    ):
         return results
     steps_per_epoch = read_record(run).get("plan", {}).get("steps_per_epoch", 1.0)
     results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)

@@ -57,7 +57,7 @@ class FrozenBackbone:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: same as for `TrainingSetup.build_loader`.
+        Args: those of `TrainingSetup.build_loader`.
         Raises: DataError naming every image that cannot be read.
         """
         setup = self._setup
@@ -102,10 +102,14 @@ def build_feature_loader(
     """Build the loader of a split's features; every rank must call it.
 
     Args:
-        split, pipeline, identity, accelerator, timeout_seconds: same as for
-            `load_or_compute_features`.
-        network, section: its `model` and `data_config`.
-        num_classes: K.
+        split: the split whose images the network computes features of.
+        network: network on the accelerator's device.
+        pipeline: transforms, without random operations.
+        identity: JSON-serializable dict that identifies network and transforms in the cache key.
+        section: the recipe's `data` section, which says how images are decoded.
+        accelerator: the accelerator of this rank.
+        num_classes: number of classes, K.
+        timeout_seconds: longest wait for a batch before a worker counts as hanging.
     Returns: the loader, and a text that says where the features came from, for a log message.
     """
     features = load_or_compute_features(

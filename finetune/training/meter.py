@@ -21,7 +21,7 @@ class TrainMeter:
 
         Args:
             seconds_before: training time before the resume; 0 for a new run.
-            has_teacher: also sum the distillation loss.
+            has_teacher: True to also sum the distillation loss.
         """
         self._device = device
         self._num_sums = 4 + has_teacher
@@ -45,7 +45,10 @@ class TrainMeter:
         """Add one micro-batch of this rank, unless the step was skipped.
 
         Args:
-            teacher_sum: the summed distillation loss; only with a teacher.
+            loss_sum: loss summed over the images, a scalar.
+            logits_BK: float32 logits.
+            labels_B: class indices (B,); for multi-label data, labels (B, K), 0 or 1.
+            teacher_sum: distillation loss summed over the images; absent without a teacher.
             step_taken: boolean on the device; False for a skipped step.
         """
         self._is_multilabel = labels_B.ndim == 2
@@ -84,8 +87,11 @@ class TrainMeter:
         """Compute the log line from the sums over all ranks, and reset.
 
         Args:
-            global_sums: `local_sums`, summed over ranks.
+            global_sums: result of `local_sums`, summed over ranks.
+            step: optimizer steps done.
+            samples_seen: training images of these steps, on all ranks.
             lr: learning rate of the last step.
+        Returns: the line of metrics.jsonl; loss and accuracies are None if all steps were skipped.
         """
         # The one device-to-host copy per log line.
         loss, top1, top5, images, *teacher = global_sums.tolist()

@@ -104,11 +104,14 @@ def build_optimizer(
 
     Args:
         model: the network; `param_groups` groups its trainable parameters.
-        name: one of timm.optim.list_optimizers(), of first order and with a state of plain tensors.
+        name: name of a timm optimizer, from timm.optim.list_optimizers(). Optimizers of second
+            order, and those whose state is not made of tensors, are not supported.
         lr: learning rate; `set_lr` changes it at every step.
         momentum: momentum of optimizers that have one.
         betas: betas of optimizers that have them; None for the optimizer's default.
-        weight_decay, decay, layer_decay: see `param_groups`.
+        weight_decay: weight decay of the decayed parameters; the others get 0.
+        decay: which parameters are decayed: "matrices" or "all"; see `param_groups`.
+        layer_decay: learning-rate factor per layer below the head; None for no difference.
         args: further arguments of the optimizer class.
         sharded: True if FSDP will shard the network.
     Raises: RecipeError for an unknown name or argument, or a value that the optimizer rejects;

@@ -18,7 +18,12 @@ _SAMPLING_SECONDS = 0.002
 
 @dataclass
 class PeakMemory:
-    """Memory in use at the start of a block, and its peak until the end, in bytes."""
+    """The memory of a block of code.
+
+    Attributes:
+        start_bytes: bytes in use at the start of the block.
+        peak_bytes: maximum of the bytes in use until the end of the block.
+    """
 
     start_bytes: int
     peak_bytes: int

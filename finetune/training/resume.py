@@ -44,9 +44,12 @@ def start_or_resume(
 
     Args:
         run: the run directory, opened by this process.
+        setup: the training setup.
         precision: "fp32", "bf16" or "fp16", resolved for this machine.
+        num_processes: number of processes of the launch.
         resume: True if the user gave --resume.
-        teacher: `Distillation.teacher_info`; None without a teacher.
+        teacher: dict that describes the teacher, from `Distillation.teacher_info`; None without a
+            teacher.
     Returns: the step to continue from; None if the run is already done.
     Raises: SetupError if a run exists already and `resume` is False; RecipeError or DataError if
         recipe or data differ from the recorded run; CheckpointError if no checkpoint is intact.

@@ -130,6 +130,7 @@ def check_results(
     Runs of fewer than MIN_USEFUL_STEPS steps are not expected to beat chance.
 
     Args:
+        setup: the training setup.
         results: the content of results.json so far.
         history: the lines of metrics.jsonl.
     """

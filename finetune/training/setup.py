@@ -52,7 +52,14 @@ class TrainingSetup:
     """Everything that training needs, before it is distributed over processes.
 
     Attributes:
+        recipe: the recipe, with `model.head_init` resolved.
+        source: the opened data, with the splits that the recipe uses.
+        built: the network, with its weights loaded.
+        preprocessing: the preprocessing that the published model has.
+        train_pipeline: training transforms.
+        eval_pipeline: evaluation transforms.
         num_samples: images in the training split; after `with_num_samples`, the readable ones.
+        device: device of the network.
         local_world_size: processes that share this host's memory.
         show_progress: True to show progress bars.
         labels: labels of the readable training images; None for those of the whole split.
@@ -214,9 +221,9 @@ class TrainingSetup:
         """Decode a split and build its loader.
 
         Args:
-            split: one of the source's splits.
-            train: use the training transforms; otherwise the evaluation transforms, in float32.
-            dtype: dtype of the training images.
+            split: a split of the source.
+            train: True for the training transforms; False for the evaluation transforms.
+            dtype: dtype of the training images; evaluation uses float32.
         Raises: DataError naming every image that cannot be read.
         """
         data = self.recipe.data
@@ -308,7 +315,9 @@ def build_setup(
 
     Args:
         recipe: a validated recipe, from `load_recipe`.
+        device: device that the run uses; the network stays on the CPU for now.
         local_world_size: processes that share this host's memory.
+        show_progress: True to show progress bars.
     Returns: the setup; no image is decoded yet.
     Raises: RecipeError, DataError or WeightsError if recipe, data and weights do not match.
     """

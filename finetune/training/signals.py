@@ -34,9 +34,9 @@ class StopSignals:
     """Turn the first stop signal into a request to stop; the second one ends the process.
 
     Args:
-        launcher: launcher of this process. Its end counts as a first SIGTERM, but never as the
-            second signal. The same signal forwarded by the launcher, after Slurm or a terminal has
-            sent it to both processes, does not count as the second one either.
+        launcher: launcher of this process; None without one. Its end counts as a first SIGTERM, but
+            never as the second signal. Slurm and terminals send a signal to the launcher as well,
+            which passes it on: that copy does not count as the second signal either.
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -60,7 +60,7 @@ class StopSignals:
         Blocks can be nested, also with `deferred`.
 
         Args:
-            message: message of the `Interrupted` error.
+            message: text of the `Interrupted` error.
         Raises: Interrupted after a signal, even if code in the block replaced the exception or
             dropped it: C code and `__del__` may swallow what a signal handler raises.
         """

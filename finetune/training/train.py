@@ -1,7 +1,7 @@
 """The whole training run: build, prepare data, train, finalize.
 
-Read it from top to bottom: it builds data, network and optimizer from the recipe, runs the training
-steps, writes the best weights to `model/`, and evaluates the test split once.
+Read this file from top to bottom. A run builds data, network and optimizer from the recipe, takes
+the training steps, writes the best weights to `model/`, and evaluates the test split once.
 """
 
 from __future__ import annotations
@@ -69,12 +69,16 @@ def train(
 ) -> dict[str, Any]:
     """Fine-tune a model as described by a recipe.
 
+    With `optim.stages`, the stages before the last are runs of their own, each in a folder below
+    `out`; a stage starts from the best weights of the previous one.
+
     Args:
-        recipe: from `load_recipe`.
-        out: the run directory.
-        resume: continue from the newest intact checkpoint in `out`; start from step 0 without one.
-        dry_run: check everything, but train and write nothing.
-        keep_process_group: keep the process group for another run; destroy it later with
+        recipe: a validated recipe, from `load_recipe`.
+        out: path of the run directory.
+        resume: True to continue from the newest intact checkpoint in `out`, or from step 0 without
+            one; False to refuse a directory that contains a run.
+        dry_run: True to check everything, but train and write nothing.
+        keep_process_group: True to keep the process group for another run; destroy it later with
             `destroy_process_group`.
     Returns: the content of results.json; with `dry_run`, the plan of the run.
     Raises: FinetuneError; its subclass sets the exit code.
@@ -114,7 +118,14 @@ def _train(
     dry_run: bool,
     keep_process_group: bool,
 ) -> dict[str, Any]:
-    """Train one stage, or the run itself; `init_from`: run directory of the previous stage."""
+    """Train one stage, or the run itself.
+
+    Args:
+        init_from: run directory of the previous stage, whose weights replace the pretrained ones;
+            None without one.
+
+    The other arguments, the result and the errors are those of `train`.
+    """
     run = RunDir(out)
     accelerator = create_accelerator(recipe.run, out=run.path)
     launcher = get_launcher()
@@ -160,6 +171,7 @@ def _train(
                     best_validation = _train_loop(trainer, train_loader, val_loader, signals)
                 results = finalize_run(trainer, train_loader, val_loader, best_validation)
 
+        # Close the trackers, disconnect the processes, and push the model.
         for tracker in accelerator.trackers:
             tracker.finish()
         # The run is complete, so a failed push loses nothing. Other ranks do not wait for the
@@ -176,8 +188,7 @@ def _build_trainer(
 ) -> TrainerState:
     """Build data, network, transforms and training state of a recipe on this rank.
 
-    Args:
-        init_from: run directory of the previous stage, whose weights replace the pretrained ones.
+    Args: see `_train`.
     Raises: RecipeError, DataError, WeightsError or SetupError if recipe, data, weights and machine
         do not match.
     """
@@ -209,9 +220,12 @@ def _dry_run(trainer: TrainerState) -> dict[str, Any]:
 def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, AnyLoader | None]:
     """Load the checkpoint to resume from, decode the data, and log what will be trained.
 
-    From here on, `trainer.setup` counts only readable training images.
+    Afterwards, `trainer.setup` counts only readable training images.
 
-    Returns: the training loader and the validation loader, or None without a validation split.
+    Args:
+        start_step: step of the checkpoint; 0 to start from scratch.
+    Returns: the loader of the training split, and that of the validation split, or None without a
+        validation split.
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
     if start_step:  # before the data: cached features need the weights
@@ -267,7 +281,7 @@ def _train_loop(
         ) as progress_bar,
     ):
         while counters.step < setup.num_steps and not counters.should_stop_early(run.patience):
-            # forward and backward on each micro-batch, then one optimizer step
+            # train: forward and backward on each micro-batch, then one optimizer step
             num_micro_batches, micro_batches = next(steps)
             readable = _save_if_unreadable(micro_batches, trainer, meter, signals)
             trainer.train_step(num_micro_batches, readable, meter)
@@ -282,7 +296,7 @@ def _train_loop(
                 line = trainer.log_training(meter)
                 progress_bar.set_postfix(step_postfix(line), refresh=False)
 
-            # evaluate, and save: the best weights, at the usual steps, or before a stop
+            # evaluate; images per second do not include the time of evaluating and saving
             paused_at = meter.pause()
             is_best = False
             if val_loader is not None and setup.is_eval_step(step):
@@ -290,15 +304,16 @@ def _train_loop(
                 is_best = _validate(trainer, evaluator, meter)
                 if is_best and reuse_eval:
                     best_validation = BestValidation(step, evaluator)
+
+            # save: the best weights, at the steps of the recipe, and before a stop
             stop_signal = trainer.sync_stop_signal(signals.received)
             if is_best or stop_signal or setup.is_save_step(step):
                 trainer.save_checkpoint(meter)
             trainer.checkpoint_writer.raise_if_failed()
-            meter.resume(paused_at)
-
             if stop_signal:
                 trainer.wait_for_checkpoint()
                 raise Interrupted(_saved_message(trainer), stop_signal)
+            meter.resume(paused_at)
 
     if counters.step < setup.num_steps:
         logger.info(

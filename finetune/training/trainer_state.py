@@ -56,7 +56,10 @@ class TrainerState:
 
     Args:
         setup: the training setup; replaced once the number of readable images is known.
-        accelerator: from `create_accelerator`; it has prepared the network and the optimizer.
+        accelerator: the accelerator of this rank, which has prepared `model` and `optimizer`.
+        run: the run directory.
+        model: the network, wrapped for DDP or FSDP with several processes.
+        optimizer: the optimizer of the trainable parameters.
         ema: EMA of the network; None unless `optim.ema_decay` is set.
         frozen_backbone: builds the loaders of a run that trains only the head; None for other runs.
         distillation: adds the distillation loss of a teacher; None unless `distill` is set.
@@ -89,11 +92,8 @@ class TrainerState:
         # `resolve_micro_batch_size` sets it for "auto"
         self.micro_batch_size = None if micro_batch == "auto" else micro_batch
         self.checkpoint_writer = CheckpointWriter(run, num_newest=recipe.run.keep_checkpoints)
-        self._finite = DelayedScalars(accelerator.device)
+        self.finite_steps = DelayedScalars(accelerator.device)
         self._signals = DelayedScalars(accelerator.device)
-        self._skips_on_device = accelerator.scaler is None and supports_found_inf(
-            optimizer.optimizer
-        )
         self._has_stepped = False
 
     @property
@@ -106,7 +106,7 @@ class TrainerState:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: same as for `TrainingSetup.build_loader`.
+        Args: those of `TrainingSetup.build_loader`.
         Raises: DataError naming every image that cannot be read.
         """
         if train and self.distillation is not None:
@@ -160,7 +160,7 @@ class TrainerState:
 
         # Clip the gradient, and update the weights. If the gradient is not finite, the step is
         # skipped: it changes neither weights nor batch norm statistics.
-        finite = self._clip_grad_norm(recipe.optim.clip_norm).isfinite()
+        finite = self.clip_grad_norm(recipe.optim.clip_norm).isfinite()
         set_lr(self.optimizer.optimizer, self.setup.lr_at(counters.step))
         self._optimizer_step(finite)
         for statistic, old in zip(self.bn_stats, self._bn_stats_before_step, strict=True):
@@ -173,13 +173,14 @@ class TrainerState:
         # Add to the sums for the next log line.
         for tensors in outputs:
             meter.update(*tensors, step_taken=finite)
-        self._finite.send(finite)
-        self._count_skipped_steps(self._finite.receive())
+        self.finite_steps.send(finite)
+        self._count_skipped_steps(self.finite_steps.receive())
 
     def forward(self, batch: Batch, *, model: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Run the forward pass of a batch.
 
         Args:
+            batch: images and labels on the device.
             model: the network without its DDP wrapper, to use it on this rank alone; None for the
                 network of training.
         Returns: the loss summed over the batch, the logits (B, K) in float32 and, with
@@ -207,8 +208,11 @@ class TrainerState:
         """The loss function; built late, because it depends on the readable images."""
         return self.setup.build_loss()
 
-    def _clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip the gradients if `max_norm` is given. Returns: the global norm before clipping."""
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Clip the gradients if `max_norm` is given.
+
+        Returns: the global norm before clipping, on the device.
+        """
         accelerator = self.accelerator
         if self.is_sharded and not (max_norm is None and accelerator.is_fsdp2):
             limit = float("inf") if max_norm is None else max_norm
@@ -231,7 +235,8 @@ class TrainerState:
         """Update the weights, or skip the step if the gradient is not finite."""
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         # The first step creates the moments; torch's fused SGD would leave them uninitialized.
-        if self._skips_on_device and self._has_stepped:  # on the device, without a sync
+        if self._has_stepped and scaler is None and supports_found_inf(optimizer):
+            # on the device, without a sync
             optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
             self.optimizer.step()
         elif (scaler is not None and self._has_stepped) or bool(finite):
@@ -244,8 +249,7 @@ class TrainerState:
         """Count skipped steps.
 
         Args:
-            finite: for each step, 1 if its gradient was finite, 0 if the step was skipped.
-
+            finite: 1 for each step with a finite gradient, 0 for each skipped step.
         Raises: DivergedError after `run.max_skipped` skipped steps in a row.
         """
         counters, limit = self.counters, max(self.recipe.run.max_skipped, 1)
@@ -333,7 +337,7 @@ class TrainerState:
     def save_checkpoint(self, meter: TrainMeter) -> None:
         """Start to write a checkpoint of this step in the background; older ones are pruned."""
         counters = self.counters
-        self._count_skipped_steps(self._finite.receive(wait=True))
+        self._count_skipped_steps(self.finite_steps.receive(wait=True))
         counters.seconds = meter.seconds
         counters.pending = self._sum_over_ranks(meter.local_sums()).tolist()
         if self.accelerator.scaler is not None:

@@ -47,7 +47,7 @@ class AugmentedImage:
 
     Attributes:
         name: name of the image in its split.
-        labels: its class index, or all its class indices for multi-label data.
+        labels: class index of the image; for multi-label data, all its class indices.
         decoded: the original, (H, W, 3) uint8.
         trained: the network input in each epoch, (E, h, w, 3) uint8; E is 1 without random
             transforms.
@@ -82,7 +82,9 @@ def augment_images(
     """Transform training images exactly as the training steps do.
 
     Args:
+        setup: the training setup.
         split: the training split, without quarantined images.
+        indices: indices of the images in the split.
         same_size: True if all images of the split have the same size, so that they form one tensor.
         num_epochs: epochs to show, from the first.
         dtype: dtype of the images in training.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
-from program import failing_program, program
+from program import failing_program
 
 from finetune.errors import (
     CheckpointError,
@@ -19,7 +18,6 @@ from finetune.errors import (
     SetupError,
     WeightsError,
 )
-from finetune.log import logger
 
 Captured = pytest.CaptureFixture[str]
 
@@ -89,14 +87,3 @@ def test_out_of_memory_names_the_keys_that_help(capsys: Captured) -> None:
         captured = capsys.readouterr()
         assert "data.micro_batch" in captured.err
         assert json.loads(captured.out)["code"] == "setup.memory"
-
-
-def test_messages_are_printed_even_if_another_library_configures_logging(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from finetune import log
-
-    monkeypatch.setattr(log._console, "always", False)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
-    assert program(lambda: logger.info("ready") or "done")("go") == 0
-    assert capsys.readouterr() == ("done\n", "finetune: ready\n")

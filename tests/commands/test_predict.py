@@ -368,11 +368,11 @@ def test_gpu_preprocesses_a_batch_together(
     one_by_one = classifier.predict(photos)
     assert sizes == [1] * 5
     sizes.clear()
-    monkeypatch.delitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu")
+    monkeypatch.delitem(inference.PREPROCESS_BYTES_BY_DEVICE, "cpu")
     in_one_batch = classifier.predict(photos)
     assert sizes == [5]
     # an image takes about 3,000 bytes
-    monkeypatch.setattr(inference, "_DEFAULT_PREPROCESS_BYTES", 3960)
+    monkeypatch.setattr(inference, "DEFAULT_PREPROCESS_BYTES", 3960)
     sizes.clear()
     classifier.predict(photos)
     assert sizes == [2, 2, 1]
@@ -387,7 +387,7 @@ def test_gpu_preprocesses_a_batch_together(
 def test_image_that_the_transform_refuses_gives_an_error_row(
     grouped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(inference._PREPROCESS_BYTES_BY_DEVICE, "cpu", 2**20 if grouped else 1)
+    monkeypatch.setitem(inference.PREPROCESS_BYTES_BY_DEVICE, "cpu", 2**20 if grouped else 1)
     sizes = {"image_size": (24, 24), "mean": MEAN, "std": STD}
     network = Classifier.load(model, device="cpu").network
     classifier = Classifier(network, Pipeline("normalise", train=False, **sizes), NAMES)

@@ -116,9 +116,9 @@ def test_micro_batches_give_the_same_losses(
 def test_compiled_training_gives_the_same_losses(
     precision: str, bound: float, tmp_path: Path, figure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune.training.compile import _missing_compile_dependency
+    from finetune.training.compile import missing_compile_dependency
 
-    if (missing := _missing_compile_dependency(DEVICE)) is not None:
+    if (missing := missing_compile_dependency(DEVICE)) is not None:
         pytest.skip(f"torch.compile needs {missing}")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     disable_tf32()

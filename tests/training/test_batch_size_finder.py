@@ -240,16 +240,16 @@ def test_recorded_size_is_ignored_on_another_machine(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     machine = {"device": {"name": "a"}, "num_processes": 2}
     run.write_json("run.json", machine)
-    assert sizing._read_recorded_size(run) is None
-    sizing._record_size(run, 24)
-    assert sizing._read_recorded_size(run) == 24
+    assert sizing.read_micro_batch_size(run) is None
+    sizing.record_micro_batch_size(run, 24)
+    assert sizing.read_micro_batch_size(run) == 24
     record = run.read_json("run.json") or {}
     for change in ({"device": {"name": "b"}}, {"num_processes": 4}):
         run.write_json("run.json", {**record, **change})
-        assert sizing._read_recorded_size(run) is None
+        assert sizing.read_micro_batch_size(run) is None
     for invalid in ("16", -1, None, {"images": "many", "on": {"device": "a", "processes": 2}}):
         run.write_json("run.json", {**record, "micro_batch": invalid})
-        assert sizing._read_recorded_size(run) is None
+        assert sizing.read_micro_batch_size(run) is None
 
 
 def test_cached_features_need_no_micro_batch_search(

@@ -12,8 +12,8 @@ from logs import logged, logging_nothing
 
 from finetune.training.compile import (
     MIN_TRAINING_SECONDS,
-    _missing_compile_dependency,
     choose_kernels,
+    missing_compile_dependency,
     should_compile,
     training_flops,
 )
@@ -113,9 +113,7 @@ def decide(choice: bool | str, seconds: float, *, device: str = "cpu", **options
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_auto_compiles_only_long_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "finetune.training.compile._missing_compile_dependency", lambda device: None
-    )
+    monkeypatch.setattr("finetune.training.compile.missing_compile_dependency", lambda device: None)
     assert decide("auto", 1.01 * MIN_TRAINING_SECONDS[device], device=device)
     assert not decide("auto", 0.99 * MIN_TRAINING_SECONDS[device], device=device)
     assert not decide("auto", 2 * MIN_TRAINING_SECONDS[device], device=device, sharded=True)
@@ -123,7 +121,7 @@ def test_auto_compiles_only_long_runs(device: str, monkeypatch: pytest.MonkeyPat
     assert not decide(False, 2 * MIN_TRAINING_SECONDS[device], device=device)
 
 
-def test_missing_compile_dependency_is_named(
+def testmissing_compile_dependency_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed = {"CC": False, "triton": False}
@@ -136,13 +134,13 @@ def test_missing_compile_dependency_is_named(
         ("C compiler", lambda: installed.update(CC=True)),
         ("Python.h", lambda: (tmp_path / "Python.h").write_text("")),
     ):
-        missing = _missing_compile_dependency(torch.device("cuda"))
+        missing = missing_compile_dependency(torch.device("cuda"))
         assert missing is not None
         assert name in missing
         fix()
-    assert _missing_compile_dependency(torch.device("cuda")) is None
+    assert missing_compile_dependency(torch.device("cuda")) is None
     monkeypatch.setenv("CC", "/opt/cc")  # Triton would use it unchecked
-    assert "/opt/cc" in str(_missing_compile_dependency(torch.device("cuda")))
+    assert "/opt/cc" in str(missing_compile_dependency(torch.device("cuda")))
 
 
 def test_warns_once_if_no_compiler_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

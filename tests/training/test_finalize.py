@@ -169,7 +169,7 @@ def test_finalize_reuses_the_last_evaluation_and_saves_once(
 ) -> None:
     """The best step's logged validation is reused, and the results are the same without reuse."""
     recipe = parse_recipe(RECIPE, overrides=["run.eval_every=2", f"run.test={with_test}"])
-    monkeypatch.setattr(finalize, "_MAX_KEPT_LOGITS", 0)
+    monkeypatch.setattr(finalize, "MAX_KEPT_LOGITS", 0)
     evaluated_again = CallCounter(monkeypatch, evaluation, "evaluate")
     expected = train(recipe, tmp_path / "evaluated_again")
     monkeypatch.undo()

@@ -118,7 +118,7 @@ def test_training_on_features_matches_training_on_images(
     overrides += ["optim.class_weights={'9': 3}", "optim.steps=4"]
     train(make_recipe(*overrides), tmp_path / "features")
     monkeypatch.setattr(
-        "finetune.training.frozen_backbone._find_obstacle_to_caching", lambda *_: "for a test"
+        "finetune.training.frozen_backbone.enable_feature_input", lambda *_, **__: "for a test"
     )
     train(make_recipe(*overrides), tmp_path / "images")
     assert read_train_losses(tmp_path / "features") == pytest.approx(

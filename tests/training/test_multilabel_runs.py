@@ -122,7 +122,7 @@ def test_training_on_features_matches_training_on_images(
     assert "thresholds" not in results
     assert {row["threshold"] for row in results["test"]["per_class"]} == {0.5}
     monkeypatch.setattr(
-        "finetune.training.frozen_backbone._find_obstacle_to_caching", lambda *_: "for a test"
+        "finetune.training.frozen_backbone.enable_feature_input", lambda *_, **__: "for a test"
     )
     train(make_recipe(*overrides), tmp_path / "images")
     assert read_train_losses(tmp_path / "features") == pytest.approx(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +115,6 @@ def test_step_schedule_counts_from_the_start() -> None:
     assert [at(s) for s in (0, 9, 10, 19, 20, 99)] == [1, 1, 0.5, 0.5, 0.25, 0.5**9]
     assert [at(s, warmup_steps=5) for s in (0, 4, 5, 9, 10)] == [0, 0.8, 1, 1, 0.5]
     assert at(99, min_lr=0.1) == 0.1
-
-
-def test_lr_changes_by_at_most_a_warmup_increment() -> None:
-    for schedule in ("constant", "linear", "cosine"):
-        rates = [
-            lr_at(s, lr=1.0, schedule=schedule, total_steps=200, warmup_steps=50)
-            for s in range(220)
-        ]
-        assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 1 / 50 + 1e-12
-        assert min(rates) == 0
-        assert max(rates) == 1
-
-
-def test_importing_optim_and_lr_schedule_does_not_import_torch() -> None:
-    code = "import sys, finetune.training.optim, finetune.training.lr_schedule as schedule; "
-    code += "schedule.lr_at(1, lr=1, schedule='cosine', total_steps=2); "
-    code += "assert not {'torch', 'timm', 'numpy'} & set(sys.modules), 'a heavy import'"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- groups -----------------------------------------------------------------------------------
@@ -290,7 +269,7 @@ def test_adamw_accepts_betas_and_extra_args() -> None:
     assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.2}
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "lamb", "lion"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lion"])
 def test_optimizers_by_name_reduce_a_loss(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -106,7 +106,7 @@ def check_gradient_norm(model: torch.nn.Module) -> None:
     gradients = [p.grad for p in model.parameters()]
     expected = torch.stack([gradient.full_tensor().norm() for gradient in gradients]).norm()
     versions = [gradient._version for gradient in gradients]
-    actual = trainer._clip_grad_norm(None)
+    actual = trainer.clip_grad_norm(None)
     assert not isinstance(actual, DTensor)
     torch.testing.assert_close(actual, expected)
     assert versions == [gradient._version for gradient in gradients]

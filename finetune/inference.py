@@ -215,30 +215,17 @@ class Classifier:
             progress: True to show a progress bar on standard error.
             on_decoded: function that several threads call for each decoded image, with its index in
                 `files` and its pixels, (H, W, 3) uint8; None for none.
-        Returns: an iterator over the dicts that `predict` returns, in order.
-        Raises: RecipeError if top_k or batch_size is below 1, before any file is read; WeightsError
-            during iteration if an output is not finite.
+        Yields: the dicts that `predict` returns, in order.
+        Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
+            finite.
         """
-        resolved_batch_size = (
-            _BATCH_SIZE_BY_DEVICE.get(self.device.type, _DEFAULT_BATCH_SIZE)
-            if batch_size is None
-            else batch_size
-        )
-        for name, value in (("top_k", top_k), ("batch_size", resolved_batch_size)):
+        if batch_size is None:
+            batch_size = _BATCH_SIZE_BY_DEVICE.get(self.device.type, _DEFAULT_BATCH_SIZE)
+        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
             if value < 1:
                 raise RecipeError(
                     f"{name}: got {value}; expected 1 or more", code="recipe.wrong_value"
                 )
-        return self._iter_predictions(files, top_k, resolved_batch_size, progress, on_decoded)
-
-    def _iter_predictions(
-        self,
-        files: Sequence[ImageInput],
-        top_k: int,
-        batch_size: int,
-        progress: bool,
-        on_decoded: _DecodedCallback | None,
-    ) -> Iterator[PredictionRow]:
         num_threads = torch.get_num_threads()
         num_workers = max(1, min(num_threads, _MAX_WORKERS, -(-len(files) // batch_size)))
         stop, futures = threading.Event(), deque[Future[list[PredictionRow]]]()
@@ -251,15 +238,17 @@ class Classifier:
         ]
         try:
             with item_bar(len(files), shown=progress) as progress_bar:
-                for start in range(0, len(files), batch_size):
+                starts = range(0, len(files), batch_size)
+                for start in starts:
                     batch = files[start : start + batch_size]
                     futures.append(
                         pool.submit(self._predict_batch, start, batch, top_k, on_decoded)
                     )
-                    if len(futures) > num_workers:
-                        yield from _advance_progress(futures.popleft().result(), progress_bar)
-                while futures:
-                    yield from _advance_progress(futures.popleft().result(), progress_bar)
+                    # Wait for the oldest batch if all workers are busy, and at the end for all.
+                    while futures and (len(futures) > num_workers or start == starts[-1]):
+                        rows = futures.popleft().result()
+                        progress_bar.update(len(rows))
+                        yield from rows
         finally:
             stop.set()  # after an interrupt, workers end at the next layer, not the next batch
             pool.shutdown(cancel_futures=True)
@@ -428,12 +417,6 @@ def _raise_if_stopped(*_: Any) -> None:
     stop = getattr(_WORKER, "stop", None)
     if stop is not None and stop.is_set():
         raise _WorkerStopped
-
-
-def _advance_progress(rows: list[PredictionRow], bar: Any) -> list[PredictionRow]:
-    """Add the number of rows to the progress bar. Returns: the rows."""
-    bar.update(len(rows))
-    return rows
 
 
 def _decode_or_error(

@@ -43,7 +43,7 @@ def build_trainer_state(
     choose_kernels(network, device=device, dtype=autocast_dtype(accelerator), sharded=sharded)
     distillation = None
     if recipe.distill is not None:
-        distillation = Distillation(recipe.distill, setup, accelerator, run)
+        distillation = Distillation(recipe.distill, setup, accelerator)
     frozen_backbone = None
     if recipe.model.freeze == "backbone":  # before the network is copied or wrapped
         frozen_backbone = FrozenBackbone(setup, accelerator)

@@ -135,7 +135,6 @@ class Distillation:
         section: the recipe's `distill` section.
         setup: the training setup; its network must be on the accelerator's device.
         accelerator: the accelerator of this rank.
-        run: the run directory, which must not be the teacher's.
 
     Attributes:
         teacher_info: the teacher's name, architecture, size, sha256 and accuracy, for run.json.
@@ -146,12 +145,16 @@ class Distillation:
     """
 
     def __init__(
-        self, section: DistillSection, setup: TrainingSetup, accelerator: Accelerator, run: RunDir
+        self, section: DistillSection, setup: TrainingSetup, accelerator: Accelerator
     ) -> None:
         self.section = section
         self._setup, self._accelerator = setup, accelerator
         student, device = setup.preprocessing, accelerator.device
-        built = _build_teacher(section.teacher, run)
+        try:
+            built = build_model(section.teacher)
+        except (RecipeError, SetupError, WeightsError) as error:
+            text = str(error).removeprefix("model ")
+            raise type(error)(f"distill.teacher: {text}", code=error.code) from error
         is_logits = section.kind == "logits"
         order = (
             _match_classes(section.teacher, built, setup.source.class_names) if is_logits else None
@@ -275,22 +278,6 @@ class Distillation:
             if hasattr(network, _PROJECTION):
                 delattr(network, _PROJECTION)
         return {name: t for name, t in weights.items() if not name.startswith(f"{_PROJECTION}.")}
-
-
-def _build_teacher(name: str, run: RunDir) -> BuiltModel:
-    """Build the teacher with its own head. Raises: same as `Distillation`."""
-    path = Path(name.removeprefix("local-dir:")).expanduser().absolute()
-    if run.path.resolve() in (path.resolve(), path.parent.resolve()):
-        raise RecipeError(
-            f"distill.teacher: {name} is the output directory of this run; name another model, or "
-            "choose another --out",
-            code="recipe.conflict",
-        )
-    try:
-        return build_model(name)
-    except (RecipeError, SetupError, WeightsError) as error:
-        text = str(error).removeprefix("model ")
-        raise type(error)(f"distill.teacher: {text}", code=error.code) from error
 
 
 def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> list[int] | None:

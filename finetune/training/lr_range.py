@@ -9,7 +9,6 @@ import numpy as np
 
 from finetune.log import quiet
 from finetune.models.freeze import set_train_mode
-from finetune.precision import autocast_dtype
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.accelerator import create_accelerator
@@ -62,15 +61,12 @@ def run_lr_range_test(
         setup = build_setup(recipe, device=accelerator.device, show_progress=False)
         trainer = build_trainer_state(setup, accelerator, RunDir(folder))
         model, optimizer = trainer.model, trainer.optimizer
-        train = setup.source.splits["train"]
-        loader = trainer.build_loader(train, train=True, dtype=autocast_dtype(accelerator))
-        labels = loader.store.split.labels
-        trainer.setup = setup = setup.with_num_samples(len(labels), labels)
+        loader = trainer.build_train_loader()
         set_train_mode(model)
         curve, mean = LrRangeCurve([], [], []), 0.0
         rates = np.geomspace(min_lr, max_lr, num_steps).tolist()
         for lr, (_, batches) in zip(
-            rates, loader.train_steps(setup.sampler, range(num_steps)), strict=True
+            rates, loader.train_steps(trainer.setup.sampler, range(num_steps)), strict=True
         ):
             total = 0.0
             for batch in batches:

@@ -23,7 +23,6 @@ from finetune.log import logger
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
-from finetune.precision import autocast_dtype
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
@@ -230,11 +229,8 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
     if start_step:  # before the data: cached features need the weights
         trainer.load_checkpoint(start_step)
-    train_loader = trainer.build_loader(
-        splits["train"], train=True, dtype=autocast_dtype(accelerator)
-    )
-    labels = train_loader.store.split.labels
-    trainer.setup = setup = trainer.setup.with_num_samples(len(labels), labels)
+    train_loader = trainer.build_train_loader()
+    setup = trainer.setup
     run_on_main(accelerator, lambda: record_plan(run, setup, start_step=start_step))
     val_loader = trainer.build_loader(splits["val"], train=False) if "val" in splits else None
     resolve_micro_batch_size(trainer, train_loader)

@@ -27,7 +27,7 @@ from finetune.log import logger
 from finetune.models.batch_norm import convert_to_sync_batch_norm
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import merge_adapter
-from finetune.precision import accelerator_precision
+from finetune.precision import accelerator_precision, autocast_dtype
 from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter
 from finetune.run.directory import RunDir
@@ -101,6 +101,19 @@ class TrainerState:
         """True if the loaders yield cached features instead of images."""
         return self.frozen_backbone is not None and self.frozen_backbone.uses_cached_features
 
+    def build_train_loader(self) -> AnyLoader:
+        """Build the loader of the training split; every rank must call this.
+
+        Afterwards, `setup` counts only the readable training images.
+
+        Raises: DataError naming every image that cannot be read.
+        """
+        split = self.setup.source.splits["train"]
+        loader = self.build_loader(split, train=True, dtype=autocast_dtype(self.accelerator))
+        labels = loader.store.split.labels
+        self.setup = self.setup.with_num_samples(len(labels), labels)
+        return loader
+
     def build_loader(
         self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32
     ) -> AnyLoader:
@@ -171,8 +184,8 @@ class TrainerState:
             self.ema.update(accelerator.unwrap_model(self.model), step=counters.step)
 
         # Add to the sums for the next log line.
-        for tensors in outputs:
-            meter.update(*tensors, step_taken=finite)
+        for output in outputs:
+            meter.update(*output, step_taken=finite)
         self.finite_steps.send(finite)
         self._count_skipped_steps(self.finite_steps.receive())
 

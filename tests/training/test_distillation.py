@@ -429,11 +429,6 @@ class TestRecords:
         with refused("recipe.not_this_run", "distill.teacher"):
             train(parse_recipe(RECIPE), tmp_path / "run", resume=True)
 
-    @pytest.mark.parametrize("subfolder", ["", "model"])
-    def test_run_cannot_be_its_own_teacher(self, subfolder: str, tmp_path: Path) -> None:
-        with refused("recipe.conflict", "distill.teacher", tmp_path / "run"):
-            train(make_recipe(tmp_path / "run" / subfolder), tmp_path / "run")
-
     def test_recipe_without_teacher_has_no_distill_section(self) -> None:
         assert "distill" not in parse_recipe(RECIPE).to_yaml()
         recipe = make_recipe("x", FEATURES)

@@ -282,6 +282,18 @@ def train_until_killed(step: int, recipe: Recipe, out: Path) -> None:
     assert child_exit_code(work) == -signal.SIGKILL
 
 
+def train_killed_and_resumed(step: int, recipe: Recipe, out: Path) -> dict[str, Any]:
+    """Kill a run before its step number `step`, and resume it. Returns: its results."""
+    train_until_killed(step, recipe, out)
+    return train(recipe, out, resume=True)
+
+
+def check_same_run(out: Path, expected: Path) -> None:
+    """Check that two runs have the same training losses and the same published weights."""
+    assert read_train_losses(out) == read_train_losses(expected)
+    assert read_weights(out) == read_weights(expected)
+
+
 def count_kill_points(recipe: Recipe, out: Path) -> int:
     """Train in a child to the end. Returns: the number of kill points."""
     path = out.with_name(f"{out.name}.moments")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from finetune.bench.timer import synchronize
 
-__all__ = ["MatMul", "list_matmuls", "matrix_rate"]
+__all__ = ["MatMul", "layer_seconds", "list_matmuls", "matrix_rate"]
 
 _MEASURED_SECONDS = 0.03  # repeat each product for this long
 _MIN_REPEATS = 3  # minimum number of repetitions

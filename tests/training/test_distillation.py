@@ -12,7 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from forked_runs import read_train_losses, read_weights, train_until_killed
+from forked_runs import (
+    check_same_run,
+    read_train_losses,
+    train_killed_and_resumed,
+    train_until_killed,
+)
 from networks import build_network, random_images, randomize_head, save_network
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import recipe_error, tiny_recipe_text
@@ -223,13 +228,11 @@ class TestRuns:
     def test_killed_run_resumes_bit_exactly(self, kind: str, teacher: Path, tmp_path: Path) -> None:
         recipe = make_recipe(teacher, f"distill.kind={kind}", "model.dropout=0.1")
         train(recipe, tmp_path / "whole")
-        train_until_killed(5, recipe, tmp_path / "run")
-        train(recipe, tmp_path / "run", resume=True)
-        assert read_train_losses(tmp_path / "run") == read_train_losses(tmp_path / "whole")
+        train_killed_and_resumed(5, recipe, tmp_path / "run")
+        check_same_run(tmp_path / "run", tmp_path / "whole")
         distill_losses = logged_values(tmp_path / "run", "distill_loss")
         assert distill_losses == logged_values(tmp_path / "whole", "distill_loss")
         assert 0 < distill_losses[-1] != distill_losses[0]
-        assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
 
     def test_adapter_run_with_feature_distillation_resumes_bit_exactly(
         self, teacher: Path, tmp_path: Path
@@ -237,11 +240,10 @@ class TestRuns:
         overrides = [FEATURES, f"distill.teacher={teacher}"]
         recipe = parse_recipe(ADAPTED, overrides=overrides)
         results = train(recipe, tmp_path / "whole")
-        train_until_killed(3, recipe, tmp_path / "run")
-        train(recipe, tmp_path / "run", resume=True)
-        for key in ("loss", "distill_loss"):
-            assert logged_values(tmp_path / "run", key) == logged_values(tmp_path / "whole", key)
-        assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
+        train_killed_and_resumed(3, recipe, tmp_path / "run")
+        check_same_run(tmp_path / "run", tmp_path / "whole")
+        distill_losses = logged_values(tmp_path / "run", "distill_loss")
+        assert distill_losses == logged_values(tmp_path / "whole", "distill_loss")
         run = RunDir(tmp_path / "whole")
         last = load_file(run.checkpoint_folder(4) / "model.safetensors")
         layers = {name.partition(".")[0] for name in last}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_runs import train_until_killed
+from forked_runs import train_killed_and_resumed, train_until_killed
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -173,9 +173,9 @@ def test_run_started_without_features_resumes_with_features(
 
 
 def test_killed_run_resumes_bit_exactly(tmp_path: Path) -> None:
-    train(make_recipe("optim.ema_decay=0.9"), tmp_path / "whole")
-    train_until_killed(8, make_recipe("optim.ema_decay=0.9"), tmp_path / "run")
-    train(make_recipe("optim.ema_decay=0.9"), tmp_path / "run", resume=True)
+    recipe = make_recipe("optim.ema_decay=0.9")
+    train(recipe, tmp_path / "whole")
+    train_killed_and_resumed(8, recipe, tmp_path / "run")
     check_same_training(tmp_path / "run", tmp_path / "whole", tolerance=0)
 
 

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-from forked_runs import read_train_losses, read_weights, train_until_killed
+from forked_runs import (
+    check_same_run,
+    read_train_losses,
+    train_killed_and_resumed,
+    train_until_killed,
+)
 from hub_fixtures import hub, sleep_durations
 from hub_server import HubServer
 from PIL import Image
@@ -74,10 +79,8 @@ def test_checkpoint_holds_only_trained_parameters(
 def test_killed_run_resumes_bit_exactly(
     finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    train_until_killed(4, make_recipe(), tmp_path / "run")
-    train(make_recipe(), tmp_path / "run", resume=True)
-    assert read_train_losses(tmp_path / "run") == read_train_losses(finished_run[0])
-    assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
+    train_killed_and_resumed(4, make_recipe(), tmp_path / "run")
+    check_same_run(tmp_path / "run", finished_run[0])
     name = "model/adapter/adapter_model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (finished_run[0] / name).read_bytes()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_runs import read_train_losses, read_weights, train_until_killed
+from forked_runs import check_same_run, read_train_losses, train_killed_and_resumed
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -88,10 +88,8 @@ def test_evaluate_reproduces_the_runs_metrics(
 def test_killed_run_resumes_bit_exactly(
     finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    train_until_killed(11, make_recipe(), tmp_path / "run")
-    results = train(make_recipe(), tmp_path / "run", resume=True)
-    assert read_train_losses(tmp_path / "run") == read_train_losses(finished_run[0])
-    assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
+    results = train_killed_and_resumed(11, make_recipe(), tmp_path / "run")
+    check_same_run(tmp_path / "run", finished_run[0])
     assert results["thresholds"] == finished_run[1]["thresholds"]
 
 
@@ -113,18 +111,14 @@ def test_two_ranks_give_the_losses_and_metrics_of_one(
     assert results["test"]["examples"] == 64
 
 
-def test_training_on_features_matches_training_on_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = ["data.train=resize", "model.freeze=backbone", "optim.asymmetric_loss=null"]
+def test_training_on_features_matches_training_on_images(tmp_path: Path) -> None:
+    overrides = ["model.freeze=backbone", "optim.asymmetric_loss=null"]
     overrides += ["optim.steps=8", "data.val_fraction=0"]
-    results = train(make_recipe(*overrides), tmp_path / "features")
+    results = train(make_recipe(*overrides, "data.train=resize"), tmp_path / "features")
     assert "thresholds" not in results
     assert {row["threshold"] for row in results["test"]["per_class"]} == {0.5}
-    monkeypatch.setattr(
-        "finetune.training.frozen_backbone.enable_feature_input", lambda *_, **__: "for a test"
-    )
-    train(make_recipe(*overrides), tmp_path / "images")
+    # flip(0) counts as random but changes no pixel
+    train(make_recipe(*overrides, "data.train=resize | flip(0)"), tmp_path / "images")
     assert read_train_losses(tmp_path / "features") == pytest.approx(
         read_train_losses(tmp_path / "images"), abs=1e-5
     )

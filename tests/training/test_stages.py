@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_runs import read_train_losses, read_weights, train_until_killed
+from forked_runs import check_same_run, read_train_losses, train_killed_and_resumed
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -105,10 +105,8 @@ def test_second_stage_starts_from_the_first_stages_weights(
 def test_killed_run_resumes_bit_exactly(tmp_path: Path, step: int, overrides: list[str]) -> None:
     recipe = make_recipe(*overrides)
     train(recipe, tmp_path / "whole")
-    train_until_killed(step, recipe, tmp_path / "run")
-    train(recipe, tmp_path / "run", resume=True)
-    assert read_train_losses(tmp_path / "run") == read_train_losses(tmp_path / "whole")
-    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
+    train_killed_and_resumed(step, recipe, tmp_path / "run")
+    check_same_run(tmp_path / "run", tmp_path / "whole")
     first = [stage_folder(tmp_path / name, 1) for name in ("run", "whole")]
     assert read_train_losses(first[0]) == read_train_losses(first[1])
 

@@ -251,8 +251,8 @@ def _train_loop(
 ) -> BestValidation | None:
     """Run the remaining steps.
 
-    Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or if the
-        best validation was before a resume.
+    Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or was
+        before a resume.
     Raises: Interrupted after a signal; the last step is saved by then.
     """
     setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters

@@ -21,6 +21,7 @@ from finetune.formatting import MISSING, format_percent, markdown_table, plurali
 __all__ = [
     "PERCENT_METRICS",
     "VERDICTS",
+    "as_finite_number",
     "check_claims",
     "claims_table",
     "format_claim",
@@ -37,6 +38,14 @@ _ABSOLUTE_TOLERANCE = 1e-9  # 0.8 is within 0.1 of 0.7 despite binary fractions
 def primary_metric(metrics: Container[str]) -> str:
     """Return the metric that selects the best model: "map" for multi-label, else "top1"."""
     return "map" if "map" in metrics else "top1"
+
+
+def as_finite_number(value: Any) -> float | None:
+    """Return the value if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # a JSON integer may be too large for a float
+    return value if abs(value) < 1e300 else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class _MetricsLog:
             )
         if split == "train":
             return self._mean_train_value(key, window)
-        value = _as_finite_number(self.log_lines.get(split, {}).get(window.last_step, {}).get(key))
+        value = as_finite_number(self.log_lines.get(split, {}).get(window.last_step, {}).get(key))
         if value is not None:
             return _Measurement(value, f"evaluation at step {window.last_step}")
         return (
@@ -147,7 +156,7 @@ class _MetricsLog:
         """Read a metric from the results of the kept checkpoint."""
         split, _, key = metric.partition(".")
         section = self.results.get(split)
-        value = _as_finite_number(section.get(key)) if isinstance(section, Mapping) else None
+        value = as_finite_number(section.get(key)) if isinstance(section, Mapping) else None
         if value is None:
             return _Measurement(None, f"the run has no {metric}")
         return _Measurement(value, f"{split} split, kept checkpoint")
@@ -158,7 +167,7 @@ class _MetricsLog:
             (step, value)
             for step in sorted(self.log_lines["train"])
             if window.after_step < step <= window.last_step
-            and (value := _as_finite_number(self.log_lines["train"][step].get(key))) is not None
+            and (value := as_finite_number(self.log_lines["train"][step].get(key))) is not None
         ]
         if not steps_and_values:
             return _Measurement(
@@ -323,15 +332,8 @@ def _parse_epoch(when: str, prefix: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _as_finite_number(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return value
-
-
 def _format_value(metric: str, value: Any) -> str:
-    value = _as_finite_number(value)
+    value = as_finite_number(value)
     if value is None:
         return MISSING
     if metric.endswith(PERCENT_METRICS):
@@ -356,7 +358,7 @@ def _format_reported(row: Mapping[str, Any]) -> str:
 
 
 def _format_measured(row: Mapping[str, Any]) -> str:
-    value, metric = _as_finite_number(row.get("measured")), str(row.get("metric", ""))
+    value, metric = as_finite_number(row.get("measured")), str(row.get("metric", ""))
     if value is not None and row.get("trend") is not None:
         return f"{value:+.2g} per epoch"
     if row.get("measured_other") is not None:

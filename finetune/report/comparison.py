@@ -15,11 +15,9 @@ from finetune.errors import RecipeError
 from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std
-from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.report.run_data import (
     Run,
-    as_finite_number,
     format_accuracy_interval,
     format_decimal,
     format_duration,
@@ -34,7 +32,6 @@ __all__ = [
     "check_comparable",
     "claim_comparison_rows",
     "differing_keys",
-    "differing_settings",
     "group_by_recipe",
     "group_rows",
     "metric_columns",
@@ -47,8 +44,11 @@ Row = dict[str, Any]
 Column = tuple[str, str, str]  # split, metric, table header
 
 _CLASSIFICATION_METRICS = {
-    **{"top1": "top-1", "top5": "top-5", "balanced_accuracy": "balanced accuracy"},
-    **{"loss": "loss", "ece": "ECE"},
+    "top1": "top-1",
+    "top5": "top-5",
+    "balanced_accuracy": "balanced accuracy",
+    "loss": "loss",
+    "ece": "ECE",
 }
 _MULTILABEL_METRICS = {"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1", "loss": "loss"}
 _MAX_NAME_LENGTH = 60  # max characters of a recipe's name with the settings that distinguish it
@@ -134,13 +134,11 @@ def _common_name(names: list[str]) -> str:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Find recipe keys that differ between runs, except seeds. Returns: (key, values by run)."""
-    return differing_settings([run.recipe for run in runs])
+    """Find the recipe keys that differ between runs, except the seed.
 
-
-def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
-    """Find keys that differ between recipes, except seeds. Returns: (key, values by recipe)."""
-    resolved = [training_keys_without_seed(recipe) for recipe in recipes]
+    Returns: pairs of a key, such as "optim.lr", and its value in each run, as text.
+    """
+    resolved = [training_keys_without_seed(run.recipe) for run in runs]
     differing = []
     for section in resolved[0] if resolved else ():
         for key in dict.fromkeys(key for recipe in resolved for key in recipe[section]):
@@ -213,7 +211,7 @@ def group_rows(
         group.name: [
             value
             for run in group.runs
-            if (value := as_finite_number(run.metrics(scale_split).get(scale_key)))
+            if (value := run.metrics(scale_split).get(scale_key)) is not None
         ]
         for group in groups
     }
@@ -256,7 +254,7 @@ def run_rows(
     rows = []
     for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):
         cells = [_metric_cell(run, split, key) for split, key, _ in columns]
-        seconds = [as_finite_number(line.get("seconds")) or 0.0 for line in run.history]
+        seconds = [line.get("seconds") or 0.0 for line in run.history]
         rows.append(
             {
                 "name": name,
@@ -283,7 +281,7 @@ def _metric_cell(run: Run, split: str, key: str) -> Row:
         is_too_few = key == "map" and has_too_few_images(num_images)
         return {
             "text": text,
-            "value": as_finite_number(value),
+            "value": value,
             "interval": "",
             "is_too_few": is_too_few,
         }
@@ -291,7 +289,7 @@ def _metric_cell(run: Run, split: str, key: str) -> Row:
         "interval": format_accuracy_interval(value, num_images),
         "is_too_few": has_too_few_images(num_images),
     }
-    return {"text": format_percent(value), "value": as_finite_number(value), **marks}
+    return {"text": format_percent(value), "value": value, **marks}
 
 
 def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:

@@ -35,12 +35,9 @@ from finetune.report.figure_style import to_svg
 from finetune.report.run_data import (
     SPLIT_NAMES,
     Run,
-    calibration_bins,
     format_count,
     format_decimal,
     format_percent,
-    get_dict,
-    get_list,
     read_run,
 )
 from finetune.report.sections import (
@@ -50,7 +47,6 @@ from finetune.report.sections import (
     confused_pair_rows,
     data_rows,
     headline_tiles,
-    lr_range_test,
     provenance_rows,
     run_status,
     speed_section,
@@ -179,7 +175,7 @@ def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
         "multilabel": run.is_multilabel,
         "fitted": "thresholds" in run.results,
         "class_pictures": class_thumbnails(run, split),
-        "num_classes": len(get_list(run.metrics(split_name), "per_class")),
+        "num_classes": len(run.metrics(split_name).get("per_class", ())),
         "intervals": any(row["interval"] for row in classes),
         "finished": bool(run.results),
         "mistakes": mistakes,
@@ -210,14 +206,17 @@ def _curve_svgs(run: Run) -> list[str]:
     """Plot each curve as a separate small figure, to stay readable on a phone."""
     if not run.history:
         return []
-    steps_per_epoch, range_test = run.steps_per_epoch, lr_range_test(run)
+    steps_per_epoch = run.steps_per_epoch
     svgs = [
         to_svg(
             plots.plot_curves(run.history, run.results, keys=[key], steps_per_epoch=steps_per_epoch)
         )
         for key in plots.curve_keys(run.history)
     ]
-    return [*svgs, to_svg(plots.plot_lr_range_test(**range_test))] if range_test else svgs
+    if run.lr_range:
+        points = list(zip(run.lr_range["lr"], run.lr_range["smoothed"], strict=False))
+        svgs.append(to_svg(plots.plot_lr_range_test(points, run.lr_range["chosen"])))
+    return svgs
 
 
 def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, Any]:
@@ -243,8 +242,8 @@ def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, An
 def _calibration_section(run: Run, split: str) -> dict[str, Any]:
     """Plot the reliability diagram; with a fitted temperature, before and after scaling."""
     results = run.metrics(split)
-    calibrated = get_dict(results, "calibrated")
-    before, after = calibration_bins(results), calibration_bins(calibrated)
+    calibrated = results.get("calibrated", {})
+    before, after = results.get("calibration"), calibrated.get("calibration")
     section = {
         "diagrams": [],
         "ece": format_decimal(results.get("ece")) if results.get("ece") else "",

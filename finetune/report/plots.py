@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from finetune.evaluation.claims import primary_metric
+from finetune.evaluation.claims import as_finite_number, primary_metric
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix
 from finetune.report.figure_style import (
     COLORS,
@@ -27,7 +27,6 @@ from finetune.report.figure_style import (
     shorten_label,
     write_empty_note,
 )
-from finetune.report.run_data import as_finite_number
 
 __all__ = [
     "MAX_CLASSES_WITH_COUNTS",
@@ -67,7 +66,7 @@ def plot_curves(
     """Plot loss, accuracy, learning rate and throughput over the steps of a run.
 
     Args:
-        history: the lines of metrics.jsonl; values may be missing or not finite.
+        history: the lines of metrics.jsonl; metrics may be missing or not finite.
         results: the content of results.json, to mark "best_step"; may be empty.
         keys: the curves to plot, from `curve_keys`; None plots all.
         steps_per_epoch: optimizer steps per epoch, for the axis label; None if unknown.
@@ -82,10 +81,7 @@ def plot_curves(
         for axes in all_axes[len(keys) :]:
             axes.set_visible(False)
         titles = ", ".join(_PANELS[key][0].lower() for key in keys)
-        last_step = max(
-            (int(line["step"]) for line in history if _is_finite_number(line.get("step"))),
-            default=0,
-        )
+        last_step = max((line["step"] for line in history), default=0)
         figure.set_label(f"{titles} over {last_step} steps".capitalize())
     return figure
 
@@ -100,7 +96,7 @@ def _plot_panel(
     axes: Axes,
     history: Sequence[Mapping[str, Any]],
     key: str,
-    best_step: Any,
+    best_step: int | None,
     steps_per_epoch: float | None,
 ) -> None:
     title, color = _PANELS[key]
@@ -120,7 +116,7 @@ def _plot_panel(
         axes.plot(
             *val_points, color=COLORS["val"], marker=marker, markersize=4.5, label="validation"
         )
-    if _is_finite_number(best_step):
+    if best_step is not None:
         axes.axvline(best_step, color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         axes.plot([], [], color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), label="kept")
     _format_axes(axes, key, title, steps_per_epoch)
@@ -280,7 +276,9 @@ def _draw_count_cells(axes: Axes, counts_KK: np.ndarray, shares_KK: np.ndarray) 
             color = "on-fill" if share > 0.6 else "ink"
             text = f"{count:.0f}"
             axes.text(
-                *(column, row, text),
+                column,
+                row,
+                text,
                 ha="center",
                 va="center_baseline",
                 size=font_size,
@@ -341,16 +339,11 @@ def plot_reliability_diagram(
 
 
 def _draw_reliability_diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[str, Any]]) -> None:
-    filled_bins = [
-        bin_ for bin_ in bins if bin_.get("count") and _is_finite_number(bin_.get("accuracy"))
-    ]
+    filled_bins = [bin_ for bin_ in bins if bin_["accuracy"] is not None]
     for bin_ in filled_bins:
-        left, width = bin_["low"], bin_["high"] - bin_["low"]
-        confidence = (
-            bin_["confidence"] if _is_finite_number(bin_.get("confidence")) else left + width / 2
-        )
-        bar_left, bar_width = left + 0.06 * width, 0.88 * width
-        accuracy = bin_["accuracy"]
+        width = bin_["high"] - bin_["low"]
+        bar_left, bar_width = bin_["low"] + 0.06 * width, 0.88 * width
+        accuracy, confidence = bin_["accuracy"], bin_["confidence"]
         upper.bar(
             bar_left,
             min(confidence, accuracy),
@@ -384,11 +377,6 @@ def _draw_reliability_diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[s
     lower.grid(axis="y")
 
 
-def _is_finite_number(value: Any) -> bool:
-    """Return True for a finite number."""
-    return as_finite_number(value) is not None
-
-
 def _metric_series(
     history: Sequence[Mapping[str, Any]], split: str, key: str
 ) -> tuple[list[float], list[float]]:
@@ -396,9 +384,7 @@ def _metric_series(
     value_at_step = {
         line["step"]: line[key]  # a later line of the same step wins
         for line in history
-        if line.get("split") == split
-        and _is_finite_number(line.get("step"))
-        and _is_finite_number(line.get(key))
+        if line.get("split") == split and as_finite_number(line.get(key)) is not None
     }
     points = np.array(sorted(value_at_step.items()), dtype=np.float64).reshape(-1, 2)
     if len(points) > _MAX_POINTS:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    InstanceOf,
+    NonNegativeInt,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+)
+from typing_extensions import (
+    NotRequired,
+    Required,
+    TypedDict,
+)  # pydantic needs it before Python 3.12
 
 from finetune import formatting
 from finetune.errors import CheckpointError, RecipeError
@@ -14,22 +29,19 @@ from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_in
 from finetune.formatting import MISSING
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import RunDir
 from finetune.run.integrity import MAX_LARGE_BYTES, read_regular_file
 
 __all__ = [
     "SPLIT_NAMES",
     "TRAINING_IMAGES_FILE",
     "Run",
-    "as_finite_number",
-    "calibration_bins",
     "check_run_directory",
     "format_accuracy_interval",
     "format_count",
     "format_decimal",
     "format_duration",
     "format_percent",
-    "get_dict",
-    "get_list",
     "has_too_few_images",
     "read_run",
     "use_narrow_spaces",
@@ -38,6 +50,130 @@ __all__ = [
 
 TRAINING_IMAGES_FILE = "training_images.json"  # written at the end of a run
 SPLIT_NAMES = {"train": "training", "val": "validation", "test": "test"}  # names on the page
+_RESTORE_HINT = "restore it from a copy, or continue the run with --resume"
+
+
+# --- fields that only the page reads; run/schema.py has the others -------------------------------
+
+_Name = InstanceOf[str]  # a plain `str` refuses lone surrogates, of names that are not UTF-8
+
+
+class _Plan(TypedDict, total=False):
+    classes: NonNegativeInt
+    parameters: NonNegativeInt
+    images: dict[str, NonNegativeInt]
+    class_images: list[NonNegativeInt]
+    class_draws: list[NonNegativeInt]
+
+
+class _Device(TypedDict, total=False):
+    threads: NonNegativeInt
+
+
+class _Record(TypedDict, total=False):
+    plan: _Plan
+    device: _Device
+
+
+class _CalibrationBin(TypedDict):
+    low: FiniteFloat
+    high: FiniteFloat
+    count: NonNegativeInt
+    accuracy: FiniteFloat | None
+    confidence: FiniteFloat | None
+
+
+class _Calibrated(TypedDict, total=False):
+    temperature: FiniteFloat
+    ece: FiniteFloat
+    calibration: list[_CalibrationBin]
+
+
+class _Mistake(TypedDict, total=False):
+    index: int
+    name: _Name
+    label: int
+    labels: list[int]  # instead of "label", for multi-label data
+    predicted: int | list[int]
+    confidence: FiniteFloat
+    loss: FiniteFloat
+
+
+class _ClassMetrics(TypedDict):
+    support: NonNegativeInt
+    recall: FiniteFloat | None
+    precision: FiniteFloat | None
+    f1: FiniteFloat | None
+    ap: NotRequired[FiniteFloat | None]  # this and the next only for multi-label data
+    threshold: NotRequired[FiniteFloat]
+
+
+class _SplitMetrics(TypedDict, total=False):
+    images_per_second: FiniteFloat
+    per_class: list[_ClassMetrics]
+    confusion: list[list[NonNegativeInt]] | dict[str, list[NonNegativeInt]]
+    calibration: list[_CalibrationBin]
+    calibrated: _Calibrated
+    mistakes: list[_Mistake]
+
+
+class _Results(TypedDict, total=False):
+    val: _SplitMetrics | None
+    test: _SplitMetrics | None
+    skipped_steps: NonNegativeInt
+
+
+class _TrainingImage(TypedDict):
+    name: _Name
+    label: NotRequired[int]
+    labels: NotRequired[list[int]]  # instead of "label", for multi-label data
+    # as decoded, as augmented in one or more epochs, as evaluated; the page loads nothing else
+    pictures: Annotated[list[Annotated[str, Field(pattern="^data:image/")]], Field(min_length=3)]
+
+
+class _TrainingImages(TypedDict, total=False):
+    note: str
+    rows: list[_TrainingImage]
+
+
+class _LRRange(TypedDict):
+    lr: list[PositiveFloat]
+    smoothed: list[FiniteFloat]
+    chosen: PositiveFloat
+
+
+class _ModelConfig(TypedDict, total=False):
+    label_names: list[_Name] | None
+
+
+_FIELDS: Mapping[str, TypeAdapter[Any]] = {
+    "run.json": TypeAdapter(_Record),
+    "results.json": TypeAdapter(_Results),
+    TRAINING_IMAGES_FILE: TypeAdapter(_TrainingImages),
+    "lr_range.json": TypeAdapter(_LRRange),
+    "model/config.json": TypeAdapter(_ModelConfig),
+}
+
+
+class _LogLine(TypedDict, total=False):
+    """A line of metrics.jsonl; a metric is None if it was not finite."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    step: Required[NonNegativeInt]
+    split: Required[str]
+    loss: FiniteFloat | None
+    top1: FiniteFloat | None
+    map: FiniteFloat | None
+    lr: FiniteFloat | None
+    images_per_second: FiniteFloat | None
+    seconds: FiniteFloat | None
+
+
+_LOG_LINE: TypeAdapter[Any] = TypeAdapter(_LogLine)
+
+
+# --- reading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,6 +188,7 @@ class Run:
         results: content of results.json; empty for an unfinished run.
         class_names: class names in the order of the logits; numbers for classes without a name.
         training_images: content of training_images.json; empty if it was not written.
+        lr_range: content of lr_range.json; empty without an LR range test.
     """
 
     path: Path
@@ -61,6 +198,7 @@ class Run:
     results: dict[str, Any]
     class_names: list[str]
     training_images: dict[str, Any]
+    lr_range: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -70,17 +208,18 @@ class Run:
     @property
     def plan(self) -> dict[str, Any]:
         """The training plan that `train` recorded in run.json."""
-        return get_dict(self.record, "plan")
+        plan: dict[str, Any] = self.record.get("plan", {})
+        return plan
 
     @property
     def steps_per_epoch(self) -> float | None:
         """Optimizer steps per epoch; None if run.json has no training plan."""
-        return as_finite_number(self.plan.get("steps_per_epoch"))
+        return self.plan.get("steps_per_epoch")
 
     @property
     def num_classes(self) -> int:
         """The number of classes; 0 if unknown, because the run has neither plan nor model yet."""
-        return int(as_finite_number(self.plan.get("classes")) or len(self.class_names))
+        return self.plan.get("classes") or len(self.class_names)
 
     @property
     def has_top5(self) -> bool:
@@ -99,7 +238,7 @@ class Run:
 
     def metrics(self, split: str) -> dict[str, Any]:
         """Return the final metrics of a split; an empty dict if it was not evaluated."""
-        return get_dict(self.results, split)
+        return self.results.get(split) or {}
 
     def class_name(self, index: Any) -> str:
         """Return the name of a class index (or of several), or the index if it has no name."""
@@ -121,20 +260,13 @@ def check_run_directory(path: Path) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory.
+    """Read a run directory, and check the type of every value that the page shows.
 
     Raises: RecipeError if `path` is not a run directory; CheckpointError if one of its files is
         damaged, or the run has no metrics yet.
     """
     check_run_directory(path)
-    record = _read_json(path / "run.json")
-    results = _read_json(path / "results.json")
-    for split in ("val", "test", "train"):
-        if not isinstance(results.get(split), (dict, type(None))):
-            raise CheckpointError(
-                f"{path / 'results.json'}: '{split}' contains no metrics; {_RESTORE_HINT}",
-                code="checkpoint.damaged",
-            )
+    record, results = _read_json(path, "run.json"), _read_json(path, "results.json")
     history = _read_metrics_log(path / "metrics.jsonl")
     if not history and not results:
         status = record.get("status", "unknown")
@@ -142,44 +274,46 @@ def read_run(path: Path) -> Run:
             f"{path}: the run has no metrics yet (status: {status}); continue it with --resume",
             code="checkpoint.not_finished",
         )
-    names = _read_json(path / "model" / "config.json").get("label_names")
-    names = [str(name) for name in names] if isinstance(names, list) else []
-    class_counts = [
-        len(get_list(get_dict(results, split), key))
+    names = _read_json(path, "model/config.json").get("label_names") or []
+    num_classes = max(
+        len((results.get(split) or {}).get(key, ()))
         for split in ("val", "test")
         for key in ("confusion", "per_class")
-    ]
-    # use numbers for classes without a name
-    names += [str(index) for index in range(len(names), max(class_counts))]
-    recipe = load_recipe(path / "recipe.yaml")
-    training_images = _read_json(path / TRAINING_IMAGES_FILE)
-    return Run(path, record, recipe, history, results, names, training_images)
+    )
+    return Run(
+        path,
+        record,
+        load_recipe(path / "recipe.yaml"),
+        history,
+        results,
+        # numbers for classes without a name
+        class_names=[*names, *map(str, range(len(names), num_classes))],
+        training_images=_read_json(path, TRAINING_IMAGES_FILE),
+        lr_range=_read_json(path, "lr_range.json"),
+    )
 
 
-_RESTORE_HINT = "restore it from a copy, or continue the run with --resume"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; an empty dict if the file does not exist."""
-    try:
-        content = json.loads(read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode())
-    except (FileNotFoundError, NotADirectoryError):
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    """Read and check a JSON file of a run; an empty dict if the file does not exist."""
+    content = RunDir(path).read_json(name)
+    if content is None:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        _FIELDS[name].validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path}: cannot be read as JSON ({error}); {_RESTORE_HINT}", code="checkpoint.damaged"
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path}: contains no JSON object; {_RESTORE_HINT}", code="checkpoint.damaged"
-        )
+            f"{path / name}: '{key}' is {first['input']!r:.40} ({first['msg']}); {_RESTORE_HINT}",
+            code="checkpoint.damaged",
+        ) from None
     return content
 
 
 def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl; skip a last line that a kill truncated."""
     try:
-        rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).decode().splitlines()
+        rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
@@ -189,47 +323,17 @@ def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line_number, row in enumerate(rows, 1):
         try:
-            line = json.loads(row)
-        except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict) and as_finite_number(line.get("step")) is not None:
-            lines.append(line)
-        elif line_number < len(rows):
-            raise CheckpointError(
-                f"{path}: line {line_number} does not contain metrics; {_RESTORE_HINT}",
-                code="checkpoint.damaged",
-            )
+            lines.append(_LOG_LINE.validate_json(row, strict=True))
+        except ValidationError:
+            if line_number < len(rows):
+                raise CheckpointError(
+                    f"{path}: line {line_number} does not contain metrics; {_RESTORE_HINT}",
+                    code="checkpoint.damaged",
+                ) from None
     return lines
 
 
-def get_dict(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return `mapping[key]` if it is a dict, else an empty dict."""
-    part = mapping.get(key)
-    return part if isinstance(part, dict) else {}
-
-
-def get_list(mapping: Mapping[str, Any], key: str) -> list[Any]:
-    """Return `mapping[key]` if it is a list, else an empty list."""
-    part = mapping.get(key)
-    return part if isinstance(part, list) else []
-
-
-def calibration_bins(mapping: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the complete calibration bins in the metrics of a split."""
-    return [
-        bin_
-        for bin_ in get_list(mapping, "calibration")
-        if isinstance(bin_, dict)
-        and all(as_finite_number(bin_.get(key)) is not None for key in ("low", "high", "count"))
-    ]
-
-
-def as_finite_number(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    # Python's JSON accepts NaN, and integers that are too large for a float
-    return value if abs(value) < 1e300 else None
+# --- formatting ----------------------------------------------------------------------------------
 
 
 def use_narrow_spaces(words: str) -> str:
@@ -237,44 +341,38 @@ def use_narrow_spaces(words: str) -> str:
     return words.replace(" ", "\u202f")
 
 
-def format_percent(value: Any, digits: int = 2) -> str:
-    """Format a fraction as a percentage, or a dash."""
-    share = as_finite_number(value)
-    return MISSING if share is None else use_narrow_spaces(formatting.format_percent(share, digits))
+def format_percent(value: float | None, digits: int = 2) -> str:
+    """Format a fraction as a percentage; None as a dash."""
+    return MISSING if value is None else use_narrow_spaces(formatting.format_percent(value, digits))
 
 
-def format_accuracy_interval(accuracy: Any, num_images: Any) -> str:
+def format_accuracy_interval(accuracy: float | None, num_images: float | None) -> str:
     """Format the 95 % interval of an accuracy.
 
-    Returns: the interval; an empty string if an argument is missing or invalid, or if the split is
-        large enough that the interval is negligible (1,000 images or more).
+    Returns: the interval; an empty string if an argument is None, or if the split is large enough
+        that the interval is negligible (1,000 images or more).
     """
-    accuracy, total = as_finite_number(accuracy), as_finite_number(num_images)
-    if accuracy is None or total is None or not 0 <= accuracy <= 1:
+    if accuracy is None or num_images is None:
         return ""
-    interval = accuracy_interval(accuracy, int(total))
+    interval = accuracy_interval(accuracy, int(num_images))
     return "" if interval is None else use_narrow_spaces(formatting.format_percent_range(*interval))
 
 
-def has_too_few_images(num_images: Any) -> bool:
-    """Return True if this number of images is too small for a reliable metric."""
-    total = as_finite_number(num_images)
-    return total is not None and total < TOO_FEW_IMAGES
+def has_too_few_images(num_images: float | None) -> bool:
+    """Return True if this number of images is too small for a reliable metric; False for None."""
+    return num_images is not None and num_images < TOO_FEW_IMAGES
 
 
-def format_decimal(value: Any, digits: int = 4) -> str:
-    """Format a number with fixed decimals, or a dash."""
-    number = as_finite_number(value)
-    return MISSING if number is None else f"{number:.{digits}f}"
+def format_decimal(value: float | None, digits: int = 4) -> str:
+    """Format a number with fixed decimals; None as a dash."""
+    return MISSING if value is None else f"{value:.{digits}f}"
 
 
-def format_count(value: Any) -> str:
-    """Format a count with thousands separators, or a dash."""
-    count = as_finite_number(value)
-    return MISSING if count is None else f"{count:,.0f}"
+def format_count(value: float | None) -> str:
+    """Format a count with thousands separators; None as a dash."""
+    return MISSING if value is None else f"{value:,.0f}"
 
 
-def format_duration(value: Any) -> str:
-    """Format seconds as a duration, or a dash."""
-    seconds = as_finite_number(value)
+def format_duration(seconds: float | None) -> str:
+    """Format seconds as a duration; None as a dash."""
     return MISSING if seconds is None else use_narrow_spaces(formatting.format_duration(seconds))

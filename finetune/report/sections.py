@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from typing import Any
@@ -18,18 +17,14 @@ from finetune.formatting import MISSING, format_short_count, pluralize
 from finetune.report.run_data import (
     SPLIT_NAMES,
     Run,
-    as_finite_number,
     format_accuracy_interval,
     format_count,
     format_decimal,
     format_duration,
     format_percent,
-    get_dict,
-    get_list,
     has_too_few_images,
     use_narrow_spaces,
 )
-from finetune.run.integrity import load_json
 from finetune.run.record import describe_teacher
 
 __all__ = [
@@ -39,7 +34,6 @@ __all__ = [
     "confused_pair_rows",
     "data_rows",
     "headline_tiles",
-    "lr_range_test",
     "provenance_rows",
     "run_status",
     "speed_section",
@@ -94,16 +88,18 @@ def headline_tiles(run: Run) -> list[Row]:
             note += f", after {pluralize(len(stages), 'stage')} (optim.stages)"
         tiles.append(_tile("Kept step", format_count(best_step), note))
     if run.plan:
-        num_trainable = as_finite_number(run.plan.get("trainable_parameters"))
-        all_trainable = num_trainable == as_finite_number(run.plan.get("parameters"))
-        note = "all trained" if all_trainable else f"{_format_short_count(num_trainable)} trained"
+        num_parameters = run.plan.get("parameters")
+        num_trainable = run.plan.get("trainable_parameters")
+        note = f"{_format_short_count(num_trainable)} trained"
+        if num_trainable == num_parameters:
+            note = "all trained"
         if (adapter := run.recipe.model.adapter) is not None:
             note += f", including {adapter.kind} of rank {adapter.rank}"
         if run.recipe.model.sync_bn:
             note += "; batch norm synchronized over processes"
         if run.recipe.model.freeze_bn:
             note += "; batch norm statistics frozen"
-        tiles.append(_tile("Parameters", _format_short_count(run.plan.get("parameters")), note))
+        tiles.append(_tile("Parameters", _format_short_count(num_parameters), note))
     return tiles
 
 
@@ -137,7 +133,11 @@ def _tile(label: str, value: str, note: str) -> Row:
 
 
 def _accuracy_tile(
-    label: str, accuracy: Any, num_images: Any, step_note: str = "", metric: str = "top1"
+    label: str,
+    accuracy: float | None,
+    num_images: float | None,
+    step_note: str = "",
+    metric: str = "top1",
 ) -> Row:
     """Build an accuracy tile, noting the number of images and, for top1 on few, the interval."""
     interval = format_accuracy_interval(accuracy, num_images) if metric == "top1" else ""
@@ -155,9 +155,8 @@ def _last_log_line(run: Run, split: str) -> Row | None:
     return next((line for line in reversed(run.history) if line.get("split") == split), None)
 
 
-def _format_short_count(value: Any) -> str:
-    """Format a count with a short unit: 1021114 → 1.02 M."""
-    count = as_finite_number(value)
+def _format_short_count(count: int | None) -> str:
+    """Format a count with a short unit: 1021114 → 1.02 M; None as a dash."""
     return MISSING if count is None else use_narrow_spaces(format_short_count(count))
 
 
@@ -166,26 +165,21 @@ def class_rows(run: Run, split: str) -> list[Row]:
 
     With more than 1,000 classes, only the 200 classes with the lowest F1, ties by support.
     """
-    rows = [
-        row if isinstance(row, dict) else {} for row in get_list(run.metrics(split), "per_class")
-    ]
+    rows = run.metrics(split).get("per_class", [])
     shown_indices = list(range(len(rows)))
     if len(rows) > MAX_DENSE_CLASSES:
-        sort_keys = [
-            (as_finite_number(row.get("f1")), -(as_finite_number(row.get("support")) or 0))
-            for row in rows
-        ]
-        shown_indices = [index for index in shown_indices if sort_keys[index][0] is not None]
-        shown_indices = sorted(shown_indices, key=sort_keys.__getitem__)[:_MAX_CLASS_ROWS]
+        shown_indices = sorted(
+            (index for index in shown_indices if rows[index]["f1"] is not None),
+            key=lambda index: (rows[index]["f1"], -rows[index]["support"]),
+        )[:_MAX_CLASS_ROWS]
     return [
         {
             "name": run.class_name(index),
-            "support": as_finite_number(row.get("support")),
-            "interval": format_accuracy_interval(row.get("recall"), row.get("support")),
-            **{key: as_finite_number(row.get(key)) for key in class_columns(run)},
+            "support": rows[index]["support"],
+            "interval": format_accuracy_interval(rows[index]["recall"], rows[index]["support"]),
+            **{key: rows[index].get(key) for key in class_columns(run)},
         }
         for index in shown_indices
-        if (row := rows[index])
     ]
 
 
@@ -215,15 +209,13 @@ def confused_pair_rows(run: Run, split: str) -> list[Row]:
 
 def claim_rows(run: Run) -> list[Row]:
     """Build a row per claim of the recipe, with its reported and measured value."""
-    checked_claims = get_list(run.results, "claims")
     return [
         {
             "verdict": str(claim.get("verdict", "not measured")),
             **dict(zip(("what", "reported", "measured"), format_claim(claim), strict=True)),
             **{key: str(claim.get(key) or "") for key in ("source", "note", "how")},
         }
-        for claim in checked_claims
-        if isinstance(claim, dict)
+        for claim in run.results.get("claims", ())
     ]
 
 
@@ -235,10 +227,8 @@ def speed_section(run: Run) -> Row:
     """
     lines = {split: _log_lines(run, split) for split in ("train", "val")}
     train_rate = training_images_per_second(run)
-    eval_rate = as_finite_number(
-        (run.metrics("test") or run.metrics("val")).get("images_per_second")
-    )
-    seconds = [as_finite_number(line.get("seconds")) for line in run.history]
+    eval_rate = (run.metrics("test") or run.metrics("val")).get("images_per_second")
+    seconds = [line.get("seconds") for line in run.history]
     total_seconds = max((known for known in seconds if known is not None), default=None)
     rows = [
         (
@@ -250,11 +240,11 @@ def speed_section(run: Run) -> Row:
         ("Evaluation", f"{eval_rate:,.0f} images/s" if eval_rate else MISSING),
         ("Time", format_duration(total_seconds)),
     ]
-    num_val_images = as_finite_number(run.metrics("val").get("examples")) or _num_val_images(run)
+    num_val_images = run.metrics("val").get("examples") or _num_val_images(run)
     val_seconds = math.fsum(
         num_val_images / val_rate
         for line in lines["val"]
-        if num_val_images and (val_rate := as_finite_number(line.get("images_per_second")))
+        if num_val_images and (val_rate := line.get("images_per_second"))
     )
     time_shares = []
     if total_seconds and val_seconds < total_seconds:
@@ -271,7 +261,7 @@ def speed_section(run: Run) -> Row:
 
 def training_images_per_second(run: Run) -> float | None:
     """Return the training throughput in images per second, the median over metrics.jsonl."""
-    rates = [as_finite_number(line.get("images_per_second")) for line in _log_lines(run, "train")]
+    rates = [line.get("images_per_second") for line in _log_lines(run, "train")]
     return statistics.median(known) if (known := [rate for rate in rates if rate]) else None
 
 
@@ -279,21 +269,22 @@ def _log_lines(run: Run, split: str) -> list[Row]:
     return [line for line in run.history if line.get("split") == split]
 
 
-def _num_val_images(run: Run) -> float | None:
-    return as_finite_number(get_dict(run.plan, "images").get("val"))
+def _num_val_images(run: Run) -> int | None:
+    num_images: int | None = run.plan.get("images", {}).get("val")
+    return num_images
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
     """Describe the data: image counts, how it selected the weights, when test was read."""
     data = run.recipe.data
-    split_sizes = get_dict(run.plan, "images")
+    split_sizes = run.plan.get("images", {})
     rows = [("Source", data.source)]
     for split in ("train", "val", "test"):
         if split in split_sizes:
             rows.append((f"{split.capitalize()} images", format_count(split_sizes[split])))
     counts_K = _per_class_counts(run, "class_images")
     draws_K = _per_class_counts(run, "class_draws")
-    num_train = as_finite_number(split_sizes.get("train"))
+    num_train = split_sizes.get("train")
     if run.is_multilabel and counts_K is not None and num_train:
         rows.append(("Labels per image", f"{counts_K.sum() / num_train:.2f}, the mean of train"))
     if counts_K is not None and (imbalance_note := describe_imbalance(counts_K, run.class_names)):
@@ -301,8 +292,8 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     if data.sampling and counts_K is not None and draws_K is not None:
         words = describe_class_draws(counts_K, draws_K, run.class_names)
         rows.append(("Sampling", f"{data.sampling}: {words}"))
-    num_read = as_finite_number(run.plan.get("images_read"))
-    if num_read is not None and num_read != as_finite_number(split_sizes.get("train")):
+    num_read = run.plan.get("images_read")
+    if num_read is not None and num_read != num_train:
         rows.append(("Read of train", f"{format_count(num_read)}; the others could not be decoded"))
     if run.metrics("val") or _log_lines(run, "val"):
         best = run.recipe.run.best
@@ -320,7 +311,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("Test", "the data has no test split: the metrics are of validation"))
     else:
         rows.append(("Test", "not read"))
-    num_skipped = as_finite_number(run.results.get("skipped_steps"))
+    num_skipped = run.results.get("skipped_steps")
     if num_skipped:
         rows.append(
             ("Skipped steps", f"{format_count(num_skipped)}, with a loss that was not finite")
@@ -332,35 +323,16 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _per_class_counts(run: Run, key: str) -> np.ndarray | None:
-    """Read counts per class, (K,), from the training plan; None if missing or damaged."""
-    numbers = [
-        number for number in get_list(run.plan, key) if isinstance(number, int) and number >= 0
-    ]
-    is_complete = len(numbers) == len(run.class_names) and any(numbers)
-    return np.array(numbers, dtype=np.int64) if is_complete else None
-
-
-def lr_range_test(run: Run) -> Row:
-    """Read the LR range test of the run (lr_range.json).
-
-    Returns: a dict with keys "points" (pairs of learning rate and smoothed loss) and "chosen";
-        empty if the run has no range test or its file is damaged.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        curve = get_dict({"curve": load_json(run.path / "lr_range.json")}, "curve")
-        pairs = zip(get_list(curve, "lr"), get_list(curve, "smoothed"), strict=False)
-        points = [
-            pair for pair in pairs if all((as_finite_number(value) or 0) > 0 for value in pair)
-        ]
-        if points and as_finite_number(curve.get("chosen")):
-            return {"points": points, "chosen": curve["chosen"]}
-    return {}
+    """Return counts per class, (K,), of the training plan; None if they do not fit the classes."""
+    counts = run.plan.get(key, [])
+    has_all_classes = len(counts) == len(run.class_names) and any(counts)
+    return np.array(counts, dtype=np.int64) if has_all_classes else None
 
 
 def provenance_rows(run: Run) -> list[tuple[str, str]]:
     """Describe the provenance of the run: machine, versions, commit, weights and data."""
-    record, weights = run.record, get_dict(run.plan, "weights")
-    device = get_dict(record, "device")
+    record, weights = run.record, run.plan.get("weights", {})
+    device = record.get("device", {})
     machine = [str(device.get(key)) for key in ("name", "type") if device.get(key)]
     if device.get("threads"):
         machine.append(pluralize(device["threads"], "thread"))
@@ -379,10 +351,9 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
     if (distill := run.recipe.distill) is not None:
         teacher_note = describe_teacher(distill, record)
         rows.append(("Teacher", f"{distill.teacher}, {teacher_note}"))
-        rows.append(("Teacher sha256", get_dict(record, "teacher").get("sha256")))
+        rows.append(("Teacher sha256", record.get("teacher", {}).get("sha256")))
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
-    argv = record.get("argv")
-    rows.append(("Command", " ".join(map(str, argv)) if isinstance(argv, list) else argv))
-    versions = get_dict(record, "versions")
+    rows.append(("Command", " ".join(record.get("argv", ()))))
+    versions = record.get("versions", {})
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return [(name, str(value)) for name, value in rows if value not in (None, "")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from finetune.data.from_recipe import open_data, open_full_data
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
-from finetune.report.run_data import SPLIT_NAMES, Run, get_list
+from finetune.report.run_data import SPLIT_NAMES, Run
 
 __all__ = [
     "class_thumbnails",
@@ -46,10 +46,8 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
     Returns: the rows, each with "picture" (a data URI, or empty) and "small" (True to enlarge the
         image); and a note for the page that explains missing images, or an empty string.
     """
-    recorded = get_list(run.metrics(run.reported_split), "mistakes")
-    mistakes = [mistake for mistake in recorded if isinstance(mistake, dict)]
     rows = []
-    for mistake in mistakes:
+    for mistake in run.metrics(run.reported_split).get("mistakes", ()):
         row = {key: mistake.get(key) for key in ("name", "confidence", "loss")}
         row |= {
             "label": _class_names(run, mistake),
@@ -70,16 +68,15 @@ def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
         whole shard per image; and if the class counts differ from those in the results, because
         then the labels may have another meaning.
     """
-    rows = get_list(run.metrics(run.reported_split), "per_class")
+    rows = run.metrics(run.reported_split).get("per_class", ())
     if split is None or split.is_streamed or split.is_multilabel:
         return []
     if not 0 < len(rows) <= _MAX_CLASS_THUMBNAILS:
         return []
-    support = [row.get("support") if isinstance(row, dict) else None for row in rows]
     classes, first_indices, counts = np.unique(split.labels, return_index=True, return_counts=True)
     first_index = dict(zip(classes.tolist(), first_indices.tolist(), strict=True))
     num_images = dict(zip(classes.tolist(), counts.tolist(), strict=True))
-    if support != [num_images.get(label, 0) for label in range(len(rows))]:
+    if [row["support"] for row in rows] != [num_images.get(k, 0) for k in range(len(rows))]:
         return []
     return [
         _thumbnail(
@@ -98,15 +95,15 @@ def training_image_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
         enlarge the image); and a note for the page if there are no rows. Both are empty if the run
         saved no images.
     """
-    rows = []
-    for saved_row in get_list(run.training_images, "rows"):
-        uris = get_list(saved_row, "pictures") if isinstance(saved_row, dict) else []
-        if len(uris) > 2 and all(str(uri).startswith("data:image/") for uri in uris):
-            pictures = [(str(uri), str(uri).startswith("data:image/png")) for uri in uris]
-            row = {"class": _class_names(run, saved_row), "name": str(saved_row.get("name"))}
-            rows.append({**row, "pictures": pictures})
-    note = run.training_images.get("note")
-    return rows, "" if rows or not isinstance(note, str) else note
+    rows = [
+        {
+            "class": _class_names(run, image),
+            "name": image["name"],
+            "pictures": [(uri, uri.startswith("data:image/png")) for uri in image["pictures"]],
+        }
+        for image in run.training_images.get("rows", ())
+    ]
+    return rows, "" if rows else run.training_images.get("note", "")
 
 
 def _class_names(run: Run, image: dict[str, Any]) -> str:
@@ -138,7 +135,7 @@ def _thumbnail(
 ) -> tuple[str, bool]:
     """Return a thumbnail as a data URI (empty if unreadable), and True to enlarge it."""
     index = image.get("index")
-    if not isinstance(index, int) or not 0 <= index < len(split):
+    if index is None or not 0 <= index < len(split):
         return "", False
     if split.class_indices(index) != image.get("labels", [image.get("label")]):
         return "", False  # the data now has another image at this index

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from refusals import refused
 from report_runs import (
     HOSTILE_NAMES,
-    calibration_bins,
     metric_lines,
     run_results,
     split_results,
@@ -166,9 +165,9 @@ class TestRunPage:
     def test_lr_range_test_has_a_curve(self, tmp_path: Path) -> None:
         run = write_run_dir(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
         curve = {"lr": [1e-4, 1e-3], "loss": [2.3, 2.0], "smoothed": [2.3, 2.2], "chosen": 1e-4}
-        for text, count in ((json.dumps(curve), 5), ('{"lr": [1, "a"]}', 4), ("[", 4), ("[]", 4)):
-            (run / "lr_range.json").write_text(text)
-            assert len(Page(write_run_report(run)).find_all("svg")) == count
+        assert len(Page(write_run_report(run)).find_all("svg")) == 4
+        (run / "lr_range.json").write_text(json.dumps(curve))
+        assert len(Page(write_run_report(run)).find_all("svg")) == 5
 
     def test_uses_an_open_split(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run", "data.source=folder:nowhere")
@@ -203,17 +202,6 @@ class TestTrainingImages:
         assert "They are streamed." in page.text
         assert len(page.find_all("img")) == 3
 
-    @pytest.mark.parametrize("image_data", ["https://example.org/a.png", "x.png", 7, None])
-    def test_invalid_image_data_is_dropped(
-        self, tmp_path: Path, no_figures: None, image_data: object
-    ) -> None:
-        run = write_run_dir(tmp_path / "run")
-        rows = [{"label": 0, "name": "x", "pictures": [image_data] * 10}, None, {"pictures": 3}]
-        (run / "training_images.json").write_text(json.dumps({"note": None, "rows": rows}))
-        page = Page(write_run_report(run))
-        assert not page.find_all("section", id="images")
-        assert "example.org" not in page.html
-
 
 class TestIncompleteRuns:
     def test_unfinished_run(self, tmp_path: Path) -> None:
@@ -246,19 +234,10 @@ class TestIncompleteRuns:
         assert "there are no curves" in page.words
         assert "Neither a test nor a validation split was measured." in page.words
 
-    def test_non_finite_metrics_are_shown_as_dashes(self, tmp_path: Path) -> None:
-        test = split_results(top1=float("nan")) | {
-            "loss": float("inf"),
-            "ece": None,
-            "examples": "x",
-        }
-        test["calibration"] = [
-            *calibration_bins(),
-            {"low": 0, "high": 1, "count": 3, "accuracy": None},
-        ]
-        test["mistakes"] = [{"index": 0}]
-        lines = [*metric_lines(), {"step": 50, "split": "train", "loss": float("nan"), "lr": None}]
-        results = run_results(test=test, best_step=None)
+    def test_undefined_metrics_are_shown_as_dashes(self, tmp_path: Path) -> None:
+        lines = [*metric_lines(), {"step": 50, "split": "train", "loss": None, "lr": None}]
+        test = {"examples": 400, "mistakes": [{"index": 0}]}
+        results = run_results(test=test)
         assert "–" in write_and_parse_page(tmp_path / "run", metrics=lines, results=results).text
 
     def test_without_a_test_split_the_page_shows_validation(
@@ -307,18 +286,6 @@ class TestIncompleteRuns:
         for classes, shown in ((5, False), (6, True)):
             change_record(run, plan={"classes": classes, "images": {}})
             assert ("top-5" in Page(write_run_report(run)).words) == shown
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            {"per_class": [1, None], "calibration": [1, {"low": None}], "mistakes": {"a": 1}},
-            {"confusion": [[1, 2]], "calibrated": {"calibration": [None]}, "mistakes": "x"},
-            {"confusion": 5, "per_class": 5, "calibrated": 5},
-        ],
-    )
-    def test_damaged_results_still_render(self, tmp_path: Path, damage: dict[str, Any]) -> None:
-        results = run_results(test={**split_results(), **damage})
-        assert "80.00" in write_and_parse_page(tmp_path / "run", results=results).text
 
 
 class TestEscaping:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from refusals import refused
 from report_runs import metric_lines, write_run_dir
 
 from finetune.report.run_data import (
-    as_finite_number,
     format_count,
     format_decimal,
     format_duration,
@@ -17,7 +15,21 @@ from finetune.report.run_data import (
     read_run,
 )
 
-JSON_FILES = ("run.json", "results.json", "training_images.json", "model/config.json")
+JSON_FILES = (
+    *("run.json", "results.json", "training_images.json", "lr_range.json"),
+    "model/config.json",
+)
+WRONG_TEST_METRICS = {
+    "per_class.1": [{"support": 1, "recall": None, "precision": None, "f1": None}, None],
+    "per_class.0.f1": [{"support": 1, "recall": None, "precision": None}],
+    "confusion": 5,
+    "calibration.0.low": [{"low": None, "high": 1, "count": 0, "accuracy": 0, "confidence": 0}],
+    "calibrated.calibration.0": {"calibration": [None]},
+    "mistakes": {"a": 1},
+    "mistakes.0.index": [{"index": 1.5}],
+    "top1": float("nan"),
+    "loss": "x",
+}
 
 
 class TestReadRun:
@@ -74,7 +86,7 @@ class TestReadRun:
             read_run(path)
 
     @pytest.mark.parametrize("name", JSON_FILES)
-    @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'"text"', b"[" * 100_000])
+    @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
     def test_damaged_json(self, tmp_path: Path, name: str, content: bytes) -> None:
         path = write_run_dir(tmp_path / "run")
         (path / name).write_bytes(content)
@@ -82,17 +94,29 @@ class TestReadRun:
             read_run(path)
         assert "\n" not in str(caught.value)
 
-    def test_results_with_the_wrong_structure(self, tmp_path: Path) -> None:
-        path = write_run_dir(tmp_path / "run", results={"test": 5})
-        with refused("checkpoint.damaged", path / "results.json", "'test'"):
+    @pytest.mark.parametrize("key", WRONG_TEST_METRICS)
+    def test_wrong_metrics_are_refused(self, tmp_path: Path, key: str) -> None:
+        wrong = {key.partition(".")[0]: WRONG_TEST_METRICS[key]}
+        path = write_run_dir(tmp_path / "run", results={"test": wrong})
+        with refused("checkpoint.damaged", path / "results.json", "NaN" if key == "top1" else key):
             read_run(path)
 
-    @pytest.mark.parametrize("line", ["{", "5", "{}", '{"step": "x"}', '{"step": NaN}', "\xff"])
+    @pytest.mark.parametrize("uri", ["https://example.org/a.png", "x.png", 7, None])
+    def test_training_images_must_be_embedded(self, tmp_path: Path, uri: object) -> None:
+        path = write_run_dir(tmp_path / "run")
+        rows = [{"label": 0, "name": "x", "pictures": [uri] * 10}]
+        (path / "training_images.json").write_text(json.dumps({"note": "", "rows": rows}))
+        with refused("checkpoint.damaged", path / "training_images.json", "rows.0.pictures.0"):
+            read_run(path)
+
+    @pytest.mark.parametrize(
+        "line", ["{", "5", "{}", '{"step": "x", "split": "val"}', '{"step": NaN}', "\xff"]
+    )
     def test_damaged_line_in_the_middle(self, tmp_path: Path, line: str) -> None:
         path = write_run_dir(tmp_path / "run")
         metrics = path / "metrics.jsonl"
         metrics.write_text(f"{line}\n{metrics.read_text()}", encoding="latin-1")
-        with refused("checkpoint.damaged", metrics, "" if line == "\xff" else "line 1"):
+        with refused("checkpoint.damaged", metrics, "line 1"):
             read_run(path)
 
     def test_lone_surrogates_are_read(self, tmp_path: Path) -> None:
@@ -102,15 +126,9 @@ class TestReadRun:
 
 
 class TestNumberFormats:
-    @pytest.mark.parametrize("value", [None, "1", True, math.nan, math.inf, [], 10**400])
-    def test_values_that_are_not_finite_numbers_become_dashes(self, value: object) -> None:
-        assert as_finite_number(value) is None
-        assert {
-            format_percent(value),
-            format_decimal(value),
-            format_count(value),
-            format_duration(value),
-        } == {"–"}
+    def test_none_becomes_a_dash(self) -> None:
+        for format_number in (format_percent, format_decimal, format_count, format_duration):
+            assert format_number(None) == "–"
 
     def test_formats_use_narrow_spaces(self) -> None:
         """Unit names come from finetune/formatting.py."""

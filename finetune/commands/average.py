@@ -97,17 +97,17 @@ def average_runs(
     batch_size = first.recipe.data.eval_batch_size
     val_loader = setup.build_loader(setup.source.splits["val"], train=False)
 
-    def measured(state: StateDict) -> dict[str, float]:
+    def evaluate_weights(state: StateDict) -> dict[str, float]:
         network.load_state_dict(state)
         metrics = evaluate(network, val_loader, accelerator, batch_size=batch_size)
         return {key: metrics[key] for key in (primary_metric(metrics), "loss")}
 
     if alphas:
         kind, tried, chosen, state = _run_wise_ft(
-            setup, pretrained_state, first.state_dict, alphas, measured
+            setup, pretrained_state, first.state_dict, alphas, evaluate_weights
         )
     else:
-        kind, tried, chosen, state = _build_soup(members, measured, greedy=greedy)
+        kind, tried, chosen, state = _build_soup(members, evaluate_weights, greedy=greedy)
     network.load_state_dict(state)
     evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
     evaluator.evaluate(network, batch_size=batch_size)
@@ -188,7 +188,8 @@ def _run_wise_ft(
 
     Args:
         evaluate_weights: returns the validation metrics of a state dict.
-    Returns: the kind, the metrics of each alpha, the description of the best one, its state dict.
+    Returns: the kind of average, a dict with the metrics of each alpha, a text that describes the
+        best one, and its state dict.
     """
     has_pretrained_head = "kept_classes" in setup.built.provenance
     head_names = () if has_pretrained_head else classifier_names(setup.built.model)
@@ -219,14 +220,21 @@ def _build_soup(
         return "uniform soup", tried, f"all {len(members)} runs", state
     metric = primary_metric(tried[0])
     order = sorted(range(len(members)), key=lambda index: -tried[index][metric])
-    taken, best = order[:1], tried[order[0]][metric]
+    selected, best = order[:1], tried[order[0]][metric]
     for index in order[1:]:
-        metrics = evaluate_weights(mean_weights([members[i].state_dict for i in [*taken, index]]))
+        metrics = evaluate_weights(
+            mean_weights([members[i].state_dict for i in [*selected, index]])
+        )
         tried.append({"name": f"with {tried[index]['name']}", **metrics})
         if metrics[metric] >= best:
-            taken, best = [*taken, index], metrics[metric]
-    names = ", ".join(tried[index]["name"] for index in taken)
-    return "greedy soup", tried, names, mean_weights([members[index].state_dict for index in taken])
+            selected, best = [*selected, index], metrics[metric]
+    names = ", ".join(tried[index]["name"] for index in selected)
+    return (
+        "greedy soup",
+        tried,
+        names,
+        mean_weights([members[index].state_dict for index in selected]),
+    )
 
 
 def _open_first_run(first: _LoadedRun) -> tuple[Accelerator, TrainingSetup]:

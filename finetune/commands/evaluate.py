@@ -54,7 +54,7 @@ from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["evaluate_model", "format_evaluation", "write_evaluation"]
+__all__ = ["check_split_name", "evaluate_model", "format_evaluation", "write_evaluation"]
 
 SPLITS = ("train", "val", "test")
 _MAX_CONFUSED_PAIRS = 20
@@ -92,14 +92,23 @@ def evaluate_model(
         data's classes, or the split does not exist; SetupError if the temperature cannot be
         written.
     """
-    split = _check_split_name("val" if split is None and fit_temperature else split)
+    if split is None and fit_temperature:
+        split = "val"
+    check_split_name(split, SPLITS)
     corruptions = _parse_corruptions(corrupt)
     config = _find_model_config(model) if fit_temperature else None
     if out is not None:
         make_writable_folder(Path(out), option="--out")
     recipe = load_run_recipe(model)
     section, seed = resolve_data_section(model, recipe, data)
-    built, num_classes = _build_classifier(model, fit_temperature=fit_temperature)
+    built = build_model(model)
+    num_classes = get_num_classes(model, built)
+    if built.multilabel and fit_temperature:
+        raise RecipeError(
+            f"--fit-temperature: {model} is a multi-label model, which has thresholds instead of a "
+            "temperature; remove the option",
+            code="recipe.conflict",
+        )
     unreadable_policy = {} if recipe is None else {"unreadable": recipe.data.unreadable}
     section = section.model_copy(update={"task": TASKS[built.multilabel], **unreadable_policy})
     accelerator = create_run_accelerator(recipe)
@@ -155,31 +164,18 @@ def evaluate_model(
     }
 
 
-def _check_split_name(split: str | None) -> str | None:
-    if split is not None and split not in SPLITS:
+def check_split_name(split: str | None, choices: Sequence[str]) -> None:
+    """Raise RecipeError if the value of --split is neither None nor one of the choices."""
+    if split is not None and split not in choices:
         raise RecipeError(
-            f"--split: unknown '{split}'{did_you_mean(split, SPLITS) or '.'} Choose from "
-            f"{', '.join(SPLITS)}",
+            f"--split: unknown '{split}'{did_you_mean(split, choices) or '.'} Choose from "
+            f"{', '.join(choices)}",
             code="recipe.unknown_name",
         )
-    return split
-
-
-def _build_classifier(model: str, *, fit_temperature: bool) -> tuple[BuiltModel, int]:
-    """Build a model. Returns: the model, and its number of classes."""
-    built = build_model(model)
-    num_classes = get_num_classes(model, built)
-    if built.multilabel and fit_temperature:
-        raise RecipeError(
-            f"--fit-temperature: {model} is a multi-label model, which has thresholds instead of a "
-            "temperature; remove the option",
-            code="recipe.conflict",
-        )
-    return built, num_classes
 
 
 def _parse_corruptions(name: str | None) -> list[tuple[str, int]]:
-    """Return the corruption kinds and severities that --corrupt selects, in order."""
+    """Return pairs (kind, severity) of the corruptions that --corrupt selects, in order."""
     if name is None:
         return []
     names = {kind: [(kind, severity) for severity in SEVERITIES] for kind in CORRUPTIONS}
@@ -414,11 +410,14 @@ def _evaluate_corruptions(
     *,
     num_classes: int,
 ) -> dict[str, Any]:
-    """Evaluate each corruption. Returns: "rows", the metrics of each one, and their "mean"."""
+    """Evaluate each corruption.
+
+    Returns: a dict with keys "rows" (the metrics of each corruption) and "mean" (their mean).
+    """
     eval_spec = section.eval or default_eval_spec(built.preprocessing)
     rows: list[dict[str, Any]] = []
-    shown = accelerator.is_main_process
-    with step_bar(total=len(corruptions), start=0, shown=shown) as progress:
+    is_main = accelerator.is_main_process
+    with step_bar(total=len(corruptions), start=0, shown=is_main) as progress:
         for kind, severity in corruptions:
             pipeline = build_pipeline(
                 built.preprocessing, add_corruption(eval_spec, kind, severity)
@@ -426,8 +425,7 @@ def _evaluate_corruptions(
             loader = ImageLoader(
                 store, pipeline, num_classes=num_classes, device=accelerator.device
             )
-            batch_size = section.eval_batch_size
-            metrics = evaluate(network, loader, accelerator, batch_size=batch_size)
+            metrics = evaluate(network, loader, accelerator, batch_size=section.eval_batch_size)
             reported = {key: metrics[key] for key in _CORRUPTION_METRICS if key in metrics}
             rows.append({"kind": kind, "severity": severity, **reported})
             progress.update()
@@ -459,9 +457,9 @@ def _map_labels_to_model_classes(
     unknown = [name for name in data_class_names if name not in index_of]
     if unknown:
         raise DataError(
-            f"{source.name}: its {len(data_class_names)} classes are not those of {model} "
-            f"({len(model_class_names)}: {', '.join(model_class_names[:5])}…), which has no class "
-            f"'{unknown[0]}'; evaluate it on data with the same classes",
+            f"{source.name}: has {len(data_class_names)} classes, but {model} "
+            f"has no class '{unknown[0]}' (its {len(model_class_names)} classes: "
+            f"{', '.join(model_class_names[:5])}…); evaluate it on data with its classes",
             code="data.wrong_classes",
         )
     if source.indicator_columns and (

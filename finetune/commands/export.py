@@ -49,7 +49,7 @@ from finetune.run.environment import package_versions
 from finetune.transforms.eval_transforms import spec_to_preprocessing
 from finetune.transforms.pipeline import Pipeline
 
-__all__ = ["export_model", "format_export"]
+__all__ = ["export_model", "format_export", "resolve_output_path"]
 
 TOLERANCE = 1e-3
 NUM_COMPARED_IMAGES = 16
@@ -82,7 +82,7 @@ def export_model(
         differs by more than 1e-3; SetupError if a package is missing or the file cannot be
         written; RecipeError or DataError for wrong arguments or images.
     """
-    target = _resolve_output_path(model, format, out)
+    target = resolve_output_path(model, format, out)
     require_packages(format)
     built = build_model(model, image_size=image_size)
     pipeline, class_names = eval_pipeline_and_class_names(
@@ -133,8 +133,11 @@ def format_export(result: dict[str, Any]) -> str:
 # --- output path and images to compare -----------------------------------------------------------
 
 
-def _resolve_output_path(model: str, format: str, out: str | None) -> Path:
-    """Return the file to write: `out`, or a file named after the model if `out` is a folder."""
+def resolve_output_path(model: str, format: str, out: str | None) -> Path:
+    """Return the file to write: `out`, or a file named after the model in the folder `out`.
+
+    Raises: RecipeError if `out` has the suffix of another format.
+    """
     suffix = SUFFIXES[format]
     path = Path(out or ".").expanduser()
     if path.suffix == suffix and not path.is_dir():
@@ -162,7 +165,10 @@ def _default_file_stem(model: str) -> str:
 def _load_comparison_images(
     model: str, pipeline: Pipeline, paths: Sequence[str]
 ) -> tuple[Tensor, str]:
-    """Load and preprocess the images to compare logits on. Returns: (N, 3, h, w), their source."""
+    """Load and preprocess the images to compare logits on.
+
+    Returns: the images (N, 3, h, w), and the name of their source.
+    """
     if paths:
         files = _sample_evenly(list_cli_images(paths))
         images = (_decode_or_raise(path, error, pipeline.decode_size) for path, error in files)
@@ -256,6 +262,10 @@ def _build_metadata(
     height, width = preprocessing.image_size
     known = {key: built.provenance.get(key) for key in ("repository", "revision", "file", "sha256")}
     source = model if ":" in model or not os.path.exists(model) else _default_file_stem(model)
+    multilabel_metadata: dict[str, Any] = {}
+    if built.multilabel:
+        thresholds = built.thresholds or [DEFAULT_THRESHOLD] * len(class_names)
+        multilabel_metadata = {"problem_type": MULTILABEL_PROBLEM_TYPE, "thresholds": thresholds}
     return {
         "source": {"model": source, "architecture": built.architecture, **known},
         "input": {"name": "images", "shape": ["batch", 3, height, width], "dtype": "float32"},
@@ -275,17 +285,9 @@ def _build_metadata(
         },
         "class_names": class_names,
         "temperature": built.temperature,
-        **_multilabel_metadata(built, len(class_names)),
+        **multilabel_metadata,
         "versions": package_versions(_RECORDED_PACKAGES),
     }
-
-
-def _multilabel_metadata(built: BuiltModel, num_classes: int) -> dict[str, Any]:
-    """Return the problem type and thresholds of a multi-label model, else an empty dict."""
-    if not built.multilabel:
-        return {}
-    thresholds = built.thresholds or [DEFAULT_THRESHOLD] * num_classes
-    return {"problem_type": MULTILABEL_PROBLEM_TYPE, "thresholds": thresholds}
 
 
 def _move_into_place(folder: Path, target: Path) -> None:

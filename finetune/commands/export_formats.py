@@ -34,9 +34,8 @@ ExportedModel = Callable[[Tensor], Tensor]
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _REQUIRED_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 _DYNAMIC_SHAPES = ({0: torch.export.Dim("batch")},)
-_MAX_PROTOBUF_BYTES = (
-    1_900_000_000  # protobuf is limited to 2 GiB; larger weights go to a separate file
-)
+# protobuf is limited to 2 GiB; larger weights go to a separate file
+MAX_PROTOBUF_BYTES = 1_900_000_000
 
 
 def require_packages(format: str) -> None:
@@ -122,7 +121,7 @@ def _convert_to_onnx(network: nn.Module, example: Tensor) -> tuple[Callable[[Pat
     for graph in (program.model.graph, *program.model.functions.values()):
         for node in graph:
             node.metadata_props.clear()  # contains paths of this machine
-    large = sum(p.numel() * p.element_size() for p in network.parameters()) > _MAX_PROTOBUF_BYTES
+    large = sum(p.numel() * p.element_size() for p in network.parameters()) > MAX_PROTOBUF_BYTES
     opset = int(program.model.opset_imports[""])
     return lambda path: program.save(path, external_data=large), opset
 

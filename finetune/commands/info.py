@@ -125,15 +125,15 @@ def _find_cached_weights(name: str, repository: str | None) -> tuple[Path | None
     """Return the local weights file (None if not cached), and its repository or URL."""
     architecture, _ = split_model_name_tag(name)
     if name.startswith(("hf-hub:", "hf_hub:")):
-        owner, _, revision = name.split(":", 1)[1].partition("@")
-        return _find_in_hub_cache(owner, WEIGHT_FILES, revision or None), owner
+        repository, _, revision = name.split(":", 1)[1].partition("@")
+        return _find_in_hub_cache(repository, WEIGHT_FILES, revision or None), repository
     if timm.is_model(architecture) and not name.startswith((".", "/", "~")):
         return _find_timm_weights(name)
     path = locate_weights(name) if not name.startswith("transformers:") else None
     if path is None or path.is_file():
         return path, repository
-    there = [path / file for file in WEIGHT_FILES] + sorted(path.glob("*.safetensors"))
-    return next((file for file in there if file.is_file()), None), repository
+    candidates = [path / file for file in WEIGHT_FILES] + sorted(path.glob("*.safetensors"))
+    return next((file for file in candidates if file.is_file()), None), repository
 
 
 def _find_timm_weights(name: str) -> tuple[Path | None, str | None]:
@@ -202,8 +202,8 @@ def _format_tokens(tokens: Mapping[str, Any] | None) -> str:
     if tokens is None:
         return "none (convolutions)"
     grid, prefix = tokens["grid"], tokens["prefix"]
-    of = f" ({grid[0]} x {grid[1]}{f' + {prefix}' if prefix else ''})" if grid else ""
-    return f"{tokens['total']:,}{of}"
+    sizes = f" ({grid[0]} x {grid[1]}{f' + {prefix}' if prefix else ''})" if grid else ""
+    return f"{tokens['total']:,}{sizes}"
 
 
 def _format_depth(depth: Sequence[int]) -> str:

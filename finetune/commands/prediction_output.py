@@ -63,13 +63,13 @@ class PredictionTable(Sequence[PredictionRow]):
         return len(self._paths)
 
     @overload
-    def __getitem__(self, place: int) -> PredictionRow: ...
+    def __getitem__(self, index: int) -> PredictionRow: ...
     @overload
-    def __getitem__(self, place: slice) -> list[PredictionRow]: ...
-    def __getitem__(self, place: int | slice) -> PredictionRow | list[PredictionRow]:
-        selected = range(len(self))[place]
+    def __getitem__(self, index: slice) -> list[PredictionRow]: ...
+    def __getitem__(self, index: int | slice) -> PredictionRow | list[PredictionRow]:
+        selected = range(len(self))[index]
         if isinstance(selected, range):
-            return [self[index] for index in selected]
+            return [self[row] for row in selected]
         path = self._paths[selected]
         if selected in self._errors:
             return {"path": path, "error": self._errors[selected]}

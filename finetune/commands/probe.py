@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from finetune.commands.evaluate import check_split_name
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
-from finetune.errors import DataError, RecipeError, did_you_mean
+from finetune.errors import DataError, RecipeError
 from finetune.evaluation.feature_extraction import (
     Features,
     feature_identity,
@@ -181,12 +182,7 @@ def _check_arguments(shots: Sequence[int], split: str | None) -> None:
             f"--shots: got '{listed}'; expected different numbers of 1 or more",
             code="recipe.wrong_value",
         )
-    if split is not None and split not in SPLITS:
-        raise RecipeError(
-            f"--split: unknown '{split}'{did_you_mean(split, SPLITS) or '.'} Choose from "
-            f"{', '.join(SPLITS)}",
-            code="recipe.unknown_name",
-        )
+    check_split_name(split, SPLITS)
 
 
 @dataclass(frozen=True)
@@ -411,7 +407,11 @@ def _fit_linear_sgd(
 def _fit_linear(
     task: _ProbeTask, features: Mapping[str, Features], fit: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
-    """Fit a linear classifier, with its hyperparameter selected on val, or on a part of train."""
+    """Fit a linear classifier, with its hyperparameters selected on val, or on a part of train.
+
+    Args:
+        fit: `probe_logistic_regression`, or `probe_sgd` with its keyword arguments bound.
+    """
     train, test, source = features["train"], features[task.split], task.source
     if task.split != "val" and "val" in features:
         val, train_indices = features["val"], np.arange(len(train.labels_N))
@@ -425,6 +425,9 @@ def _fit_linear(
         in_val = np.isin(train.indices_N, subset_indices(held_out["val"], train_split))
         train_indices = np.flatnonzero(~in_val)
         chosen_on, val_data = f"{_VAL_FRACTION:.0%} of train", train.select(np.flatnonzero(in_val))
-    data = ((split_features.values_ND, split_features.labels_N) for split_features in (train, test))
-    result = fit(next(data), (train_indices, val_data), next(data))
+    result = fit(
+        (train.values_ND, train.labels_N),
+        (train_indices, val_data),
+        (test.values_ND, test.labels_N),
+    )
     return {**result, "chosen_on": chosen_on, "val_images": len(val_data[1])}

@@ -40,15 +40,18 @@ from finetune.run.record import read_finished_results
 from finetune.training.accelerator import destroy_process_group
 from finetune.training.train import train
 
-__all__ = ["SMOKE_NOTICE", "format_plan_results", "run_plan"]
+__all__ = ["SMOKE_NOTICE", "format_plan_results", "run_plan", "write_summary"]
 
 SMOKE_NOTICE = (
     "A smoke test of the whole path in minutes. It is not the experiment, and its figures say "
     "nothing about it."
 )
 _METRIC_TITLES = {
-    **{"top1": "top-1, %", "top5": "top-5, %", "map": "mAP, %"},
-    **{"loss": "loss", "ece": "calibration error"},
+    "top1": "top-1, %",
+    "top5": "top-5, %",
+    "map": "mAP, %",
+    "loss": "loss",
+    "ece": "calibration error",
 }
 
 _Results = dict[str, Any]  # content of results.json
@@ -97,16 +100,16 @@ def run_plan(
     entry_results: list[EntryResult] = []
     wanted = [] if done else [name for name in entry_names if not only or name in only]
     for entry in plan.runs:
-        get_results = _load_finished_copy if done else read_finished_results
         if entry.name in wanted:
-            get_results = _train_or_resume
             logger.info(
                 f"{plan_name}: {entry.name}, {wanted.index(entry.name) + 1} of {len(wanted)}"
             )
         load_recipe_with = functools.partial(
             load_entry_recipe, entry, path, extra_overrides=extra_overrides, sources=sources
         )
-        entry_result = _run_entry(entry, load_recipe_with, folder, get_results)
+        entry_result = _run_entry(
+            entry, load_recipe_with, folder, run_missing=entry.name in wanted, done=done
+        )
         if entry_result is not None:
             entry_results.append(entry_result)
         elif done:
@@ -114,7 +117,7 @@ def run_plan(
                 f"{entry.name}: skipped, because it has no finished run or the plan has changed"
             )
     destroy_process_group()
-    result = _write_summary(plan.title, scale, folder, entry_results)
+    result = write_summary(plan.title, scale, folder, entry_results)
     if page is not None and is_main_process():
         page_text = render_page(
             plan, path, entry_results, disclaimer=SMOKE_NOTICE if is_smoke else None
@@ -145,23 +148,29 @@ def _run_entry(
     entry: PlanEntry,
     load_recipe_with: Callable[[Sequence[str]], Recipe],
     folder: Path,
-    get_results: Callable[[Path, Recipe], _Results | None],
+    *,
+    run_missing: bool,
+    done: bool,
 ) -> EntryResult | None:
     """Search the grid if the entry has one, then train once per seed; or probe features.
 
     Args:
         load_recipe_with: returns the entry's recipe with additional overrides.
-        get_results: returns the results of the run in a folder, after training it if needed; None
-            if it only reads results and the run is not finished.
+        folder: parent folder of the run directories.
+        run_missing: train or probe what is not finished; otherwise only read results.
+        done: accept an entry of which only some seeds are finished, see `run_plan`.
     Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:
         return _probe_or_load(
-            entry,
-            load_recipe_with(()),
-            folder / entry.name,
-            run_missing=get_results is _train_or_resume,
+            entry, load_recipe_with(()), folder / entry.name, run_missing=run_missing
         )
+
+    def get_results(path: Path, recipe: Recipe) -> _Results | None:
+        if run_missing:
+            return _train_or_resume(path, recipe)
+        return _load_finished_copy(path, recipe) if done else read_finished_results(path, recipe)
+
     chosen: Sequence[str] = ()
     choices: list[dict[str, Any]] = []
     for combination in entry.grid_combinations() if entry.grid else ():
@@ -200,7 +209,7 @@ def _run_entry(
             ) from None
         if results is not None:
             finished_runs[path] = results
-        elif get_results is not _load_finished_copy:
+        elif not done:
             return None
     return (
         EntryResult(entry, list(finished_runs), list(finished_runs.values()), choices)
@@ -257,7 +266,7 @@ def _probe_or_load(
     return EntryResult(entry, [folder], probe=probe)
 
 
-def _write_summary(
+def write_summary(
     title: str, scale: str, folder: Path, entry_results: Sequence[EntryResult]
 ) -> dict[str, Any]:
     """Write table.md and comparison.html. Returns: the result of `run_plan` without "page"."""

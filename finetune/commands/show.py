@@ -218,7 +218,11 @@ def draw_patch_filters(network: Any, *, num_components: int = 28) -> Figure:
         height, width = filters.shape[1:3]
         figure.suptitle(
             f"Filters of the first layer, {height} x {width} px: first {len(filters)} components",
-            **{"x": 0.015, "ha": "left", "size": 12.5, "weight": "bold", "color": COLORS["ink"]},
+            x=0.015,
+            ha="left",
+            size=12.5,
+            weight="bold",
+            color=COLORS["ink"],
         )
         grid = figure.subplots(rows, columns, squeeze=False)
         for index, axes in enumerate(grid.flat):
@@ -284,19 +288,30 @@ def draw_attention_distances(network: Any, images_BCHW: Tensor) -> Figure:
         axes = figure.subplots()
         block_numbers = np.arange(1, blocks + 1)
         axes.plot(
-            *(block_numbers, distances.mean(axis=1)),
+            block_numbers,
+            distances.mean(axis=1),
             color=COLORS["val"],
             linewidth=1.6,
             label="mean",
         )
-        dot_style: Any = {"s": 26, "alpha": 0.6, "linewidth": 0, "label": "a head", "zorder": 3}
-        sorted_distances = np.sort(distances, axis=1).ravel()
         axes.scatter(
-            np.repeat(block_numbers, heads), sorted_distances, color=COLORS["train"], **dot_style
+            np.repeat(block_numbers, heads),
+            np.sort(distances, axis=1).ravel(),
+            color=COLORS["train"],
+            s=26,
+            alpha=0.6,
+            linewidth=0,
+            label="a head",
+            zorder=3,
         )
         uniform_distance = uniform_attention_distance(network, images_BCHW)
-        line_style: Any = {"linewidth": 1, "linestyle": (0, (3, 3)), "label": "even attention"}
-        axes.axhline(uniform_distance, color=COLORS["muted"], **line_style)
+        axes.axhline(
+            uniform_distance,
+            color=COLORS["muted"],
+            linewidth=1,
+            linestyle=(0, (3, 3)),
+            label="even attention",
+        )
         axes.set_ylim(0, 1.18 * max(uniform_distance, float(distances.max())))
         axes.set_title("Mean attention distance")
         axes.set(xlabel="block", ylabel="pixels")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["TemperatureFitter", "fit_temperature"]
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
-_MAX_KEPT_LOGITS = 1 << 28  # over all processes: 1 GiB of float32
-_LOGITS_PER_CHUNK = 1 << 22  # 32 MiB of float64
+MAX_KEPT_LOGITS = 1 << 28  # over all processes: 1 GiB of float32
+LOGITS_PER_CHUNK = 1 << 22  # 32 MiB of float64
 _MAX_ITERATIONS = 60  # bisection alone reaches 1e-16 of the range
 
 
@@ -32,12 +32,12 @@ class TemperatureFitter:
 
     Args:
         num_images: size of the whole split, over all processes.
-        num_classes: K. If num_images * num_classes exceeds `_MAX_KEPT_LOGITS`, only every
+        num_classes: K. If num_images * num_classes exceeds `MAX_KEPT_LOGITS`, only every
             `stride`-th image is kept, so that the kept logits fit.
     """
 
     def __init__(self, num_images: int, num_classes: int) -> None:
-        self.stride = max(1, -(-num_images * num_classes // _MAX_KEPT_LOGITS))
+        self.stride = max(1, -(-num_images * num_classes // MAX_KEPT_LOGITS))
         self._shape = (-(-num_images // self.stride), num_classes)
         self._logits_NK: Tensor | None = None
         self._labels: list[Tensor] = []
@@ -122,7 +122,7 @@ def fit_temperature(
 def _loss_derivatives(logits_NK: Tensor, labels_N: Tensor, inverse_temperature: float) -> Tensor:
     """Compute d/d(1/T) and d²/d(1/T)² of the summed cross-entropy. Returns: (2,) float64."""
     sums = torch.zeros(2, dtype=torch.float64)
-    chunk_size = min(4096, max(1, _LOGITS_PER_CHUNK // logits_NK.shape[1]))
+    chunk_size = min(4096, max(1, LOGITS_PER_CHUNK // logits_NK.shape[1]))
     for logits_BK, labels_B in zip(
         logits_NK.split(chunk_size), labels_N.split(chunk_size), strict=True
     ):

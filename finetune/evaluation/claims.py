@@ -76,7 +76,7 @@ class _MetricsLog:
         self.log_lines: dict[str, dict[int, Mapping[str, Any]]] = {"train": {}, "val": {}}
         for line in history:
             # after a resume, the later line of a step replaces the earlier one
-            if line.get("split") in self.log_lines and isinstance(line.get("step"), int):
+            if line.get("split") in self.log_lines:
                 self.log_lines[line["split"]][line["step"]] = line
         self.results = results
         self.steps_per_epoch = steps_per_epoch
@@ -155,8 +155,7 @@ class _MetricsLog:
     def read_final_result(self, metric: str) -> _Measurement:
         """Read a metric from the results of the kept checkpoint."""
         split, _, key = metric.partition(".")
-        section = self.results.get(split)
-        value = as_finite_number(section.get(key)) if isinstance(section, Mapping) else None
+        value = as_finite_number((self.results.get(split) or {}).get(key))
         if value is None:
             return _Measurement(None, f"the run has no {metric}")
         return _Measurement(value, f"{split} split, kept checkpoint")
@@ -265,15 +264,23 @@ def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str
         is_rising = claim["trend"] == "rising"
         is_met = trend.value is not None and (trend.value > 0 if is_rising else trend.value < 0)
         return _verdict_for(trend, is_met)
-    measurement, other = _measure_at(metrics_log, when, metric, claim.get("below"))
+    window = metrics_log.find_window(when, metric)
+
+    def measure(name: str) -> _Measurement:
+        allow_final_results = when in ("end", "best")
+        if isinstance(window, _StepWindow):
+            return metrics_log.measure(name, window, allow_final_results=allow_final_results)
+        if allow_final_results and not metrics_log.eval_windows:
+            return metrics_log.read_final_result(name)  # of a run that was never evaluated before
+        return _Measurement(None, window)
+
+    measurement = measure(metric)
     if measurement.value is None:
         return _not_measured(measurement.description)
     if claim.get("below") is not None:
-        if other is None or other.value is None:
-            return {
-                **_not_measured(other.description if other else ""),
-                "measured": measurement.value,
-            }
+        other = measure(claim["below"])
+        if other.value is None:
+            return {**_not_measured(other.description), "measured": measurement.value}
         verdict = _verdict_for(measurement, measurement.value < other.value)
         how = f"{measurement.description}; {claim['below']}: {other.description}"
         return {**verdict, "how": how, "measured_other": other.value}
@@ -289,27 +296,6 @@ def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str
     return _verdict_for(
         measurement, abs(measurement.value - claim["value"]) <= tolerance + _ABSOLUTE_TOLERANCE
     )
-
-
-def _measure_at(
-    metrics_log: _MetricsLog, when: str, metric: str, below: str | None
-) -> tuple[_Measurement, _Measurement | None]:
-    """Measure a metric, and the metric `below` that it is compared with, in the same window."""
-    window = metrics_log.find_window(when, metric)
-    allow_final = when in ("end", "best")
-    measurements = [
-        metrics_log.measure(name, window, allow_final_results=allow_final)
-        if isinstance(window, _StepWindow)
-        # a run without evaluations may still have final results
-        else (
-            metrics_log.read_final_result(name)
-            if allow_final and not metrics_log.eval_windows
-            else _Measurement(None, window)
-        )
-        for name in (metric, below)
-        if name is not None
-    ]
-    return measurements[0], measurements[1] if len(measurements) > 1 else None
 
 
 def _verdict_for(measurement: _Measurement, is_met: bool) -> dict[str, Any]:

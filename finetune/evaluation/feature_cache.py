@@ -16,19 +16,12 @@ from finetune.cache import CacheFolder
 from finetune.formatting import format_bytes
 from finetune.log import logger
 
-__all__ = ["read_cached_features", "write_cached_features"]
+__all__ = ["FORMAT_VERSION", "read_cached_features", "write_cached_features"]
 
-
+FORMAT_VERSION = 2  # part of every cache key
 MAX_CACHE_BYTES = 20 * 2**30
-
-
 _FILE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}\.npy")
-
-
 _HEADER_BYTES = 128  # length to which NumPy pads its headers
-
-
-_FORMAT_VERSION = 2
 
 
 def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[np.float32] | None:

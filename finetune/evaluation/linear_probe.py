@@ -42,12 +42,12 @@ L2_WEIGHT = 2.0**10
 _STD_EPSILON = 1e-5
 # C of logistic regression: inverse regularization strength
 C_GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_MAX_ITERATIONS = 1000
+MAX_ITERATIONS = 1000
 # learning rates of SGD, for a batch size of 256
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-_SGD_BATCH_SIZE, _SGD_EPOCHS, _MIN_SGD_STEPS = 256, 10, 1000
-_CHUNK_ROWS = 8192  # rows converted to float64 per chunk
-_MAX_SIMILARITIES = 1 << 25  # 128 MiB
+_SGD_BATCH_SIZE, _SGD_EPOCHS, MIN_SGD_STEPS = 256, 10, 1000
+CHUNK_ROWS = 8192  # rows converted to float64 per chunk
+MAX_SIMILARITIES = 1 << 25  # 128 MiB
 
 FloatArray = NDArray[np.float64]
 LabelArray = NDArray[np.int64]
@@ -108,8 +108,7 @@ class LeastSquaresClassifier:
     def predict_scores(self, values_TD: NDArray[np.floating[Any]]) -> FloatArray:
         """Score images. Returns: (T, K) float64, near 1 for the true class and -1 for others."""
         chunks = [
-            values_TD[start : start + _CHUNK_ROWS]
-            for start in range(0, len(values_TD), _CHUNK_ROWS)
+            values_TD[start : start + CHUNK_ROWS] for start in range(0, len(values_TD), CHUNK_ROWS)
         ]
         return np.concatenate(
             [_append_bias(self.standardizer(chunk)) @ self.weights for chunk in chunks]
@@ -198,14 +197,15 @@ def probe_logistic_regression(
             selecting C, and the features and labels of the validation images.
         test: features (T, D) and labels (T,).
         grid: values of C, ascending; the smallest wins a tie.
-    Returns: "accuracy", "c", "grid" [{"c", "val_accuracy"}], "at_edge" (the best C is the first
-        or the last, so a better one may be outside the grid) and "converged".
+    Returns: a dict with keys "accuracy", "c", "grid" [{"c", "val_accuracy"}], "at_edge" (True if
+        the best C is the first or the last, so a better one may be outside the grid) and
+        "converged".
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     def fit(values_ND: FloatArray, labels_N: LabelArray, c: float, start: Any = None) -> Any:
-        model = start or LogisticRegression(max_iter=_MAX_ITERATIONS, warm_start=True)
+        model = start or LogisticRegression(max_iter=MAX_ITERATIONS, warm_start=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # reported as "converged"
             return model.set_params(C=c).fit(values_ND, labels_N)
@@ -226,7 +226,7 @@ def probe_logistic_regression(
         "c": best,
         "grid": grid_rows,
         "at_edge": best in (grid[0], grid[-1]),
-        "converged": bool(max(model.n_iter_) < _MAX_ITERATIONS),
+        "converged": bool(max(model.n_iter_) < MAX_ITERATIONS),
     }
 
 
@@ -244,8 +244,9 @@ def probe_sgd(
     Args:
         train, selection, test: same as for `probe_logistic_regression`.
         feature_slices: name and columns of each candidate input, a slice of the D features.
-    Returns: "accuracy", "features" (a key of `feature_slices`), "lr", "grid" [{"features", "lr",
-        "val_accuracy"}] and "at_edge". In a tie, the first input and the lowest rate win.
+    Returns: a dict with keys "accuracy", "features" (a key of `feature_slices`), "lr", "grid"
+        [{"features", "lr", "val_accuracy"}] and "at_edge" (True if the best rate is the first or
+        the last). In a tie, the first input and the lowest rate win.
     Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, weight decay
         and inputs. Ours: features are computed once, so images are not augmented; batch size 256;
         at least 1,000 steps.
@@ -298,7 +299,7 @@ def train_sgd_heads(
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
     batch_size = min(_SGD_BATCH_SIZE, len(labels_N))
     steps_per_epoch = len(labels_N) // batch_size
-    num_steps = max(_SGD_EPOCHS * steps_per_epoch, _MIN_SGD_STEPS)
+    num_steps = max(_SGD_EPOCHS * steps_per_epoch, MIN_SGD_STEPS)
     heads = {}
     for name, columns in feature_slices.items():
         width = columns.stop - columns.start
@@ -341,8 +342,8 @@ def _predict_classes(
 ) -> LabelArray:
     """Predict the classes (T, R) with the R heads of one input."""
     predictions: list[Tensor] = []
-    for start in range(0, len(values_TD), _CHUNK_ROWS):
-        chunk_TD = torch.from_numpy(np.array(values_TD[start : start + _CHUNK_ROWS])).to(
+    for start in range(0, len(values_TD), CHUNK_ROWS):
+        chunk_TD = torch.from_numpy(np.array(values_TD[start : start + CHUNK_ROWS])).to(
             head.weight.device
         )
         predictions.append(head(chunk_TD).unflatten(1, (-1, num_classes)).argmax(dim=2).cpu())
@@ -370,7 +371,7 @@ def predict_knn(
     keys_ND = normalize(torch.from_numpy(np.array(train[0], dtype=np.float32)), dim=1)
     labels_N = torch.from_numpy(np.asarray(train[1]))
     weighted, unweighted = [], []
-    chunk_size = max(1, _MAX_SIMILARITIES // len(keys_ND))
+    chunk_size = max(1, MAX_SIMILARITIES // len(keys_ND))
     for start in range(0, len(values_TD), chunk_size):
         chunk = torch.from_numpy(np.array(values_TD[start : start + chunk_size], dtype=np.float32))
         nearest = (normalize(chunk, dim=1) @ keys_ND.T).topk(k, dim=1)

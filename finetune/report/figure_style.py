@@ -155,9 +155,7 @@ def create_panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
 
 def write_empty_note(axes: Axes, text: str) -> None:
     """Write a note into the middle of empty axes: why they are empty."""
-    axes.text(
-        *(0.5, 0.5, text), transform=axes.transAxes, ha="center", va="center", c=COLORS["muted"]
-    )
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", c=COLORS["muted"])
 
 
 def add_legend(axes: Axes) -> None:
@@ -196,9 +194,9 @@ def to_svg(figure: Figure) -> str:
     Returns: the element as text, which is deterministic.
     """
     stream = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib_style():
-        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(stream, format="svg", transparent=True, metadata=no_metadata)
     root = ET.fromstring(stream.getvalue())
     for child in [child for child in root if child.tag.endswith(("metadata", "defs"))]:
         if child.tag.endswith("metadata") or child.find(f"{_SVG}style") is not None:
@@ -206,10 +204,10 @@ def to_svg(figure: Figure) -> str:
     for attribute in ("width", "height", "version"):
         root.attrib.pop(attribute, None)
     root.attrib |= {"role": "img", "stroke-linejoin": "round"}
-    named = ET.Element(f"{_SVG}title")
-    named.text = str(figure.get_label()) or "figure"
-    root.attrib["aria-label"] = named.text
-    root.insert(0, named)
+    title = ET.Element(f"{_SVG}title")
+    title.text = str(figure.get_label()) or "figure"
+    root.attrib["aria-label"] = title.text
+    root.insert(0, title)
     digest = hashlib.sha256(stream.getvalue().encode("utf-8", "replace")).hexdigest()[:8]
     _apply_page_style(root, f"f{digest}-")
     ET.register_namespace("", _SVG.strip("{}"))
@@ -219,15 +217,17 @@ def to_svg(figure: Figure) -> str:
 
 def _apply_page_style(root: ET.Element, prefix: str) -> None:
     """Replace colors by CSS variables, use the page's font, and add `prefix` to all ids."""
-    used = set()
-    for element in root.iter():
-        for value in element.attrib.values():
-            used |= set(re.findall(r"^#([\w-]+)$|url\(#([\w-]+)\)", value))
-    wanted = {one or other for one, other in used}
+    referenced_ids = {
+        name
+        for element in root.iter()
+        for value in element.attrib.values()
+        for match in re.findall(r"^#([\w-]+)$|url\(#([\w-]+)\)", value)
+        for name in match
+    }
     for element in root.iter():
         for key, value in list(element.attrib.items()):
             if key == "id":
-                if value not in wanted:
+                if value not in referenced_ids:
                     del element.attrib[key]  # several figures share a page
                     continue
                 value = prefix + value

@@ -11,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
-    InstanceOf,
     NonNegativeInt,
     PositiveFloat,
     TypeAdapter,
@@ -55,8 +54,6 @@ _RESTORE_HINT = "restore it from a copy, or continue the run with --resume"
 
 # --- fields that only the page reads; run/schema.py has the others -------------------------------
 
-_Name = InstanceOf[str]  # a plain `str` refuses lone surrogates, of names that are not UTF-8
-
 
 class _Plan(TypedDict, total=False):
     classes: NonNegativeInt
@@ -91,7 +88,7 @@ class _Calibrated(TypedDict, total=False):
 
 class _Mistake(TypedDict, total=False):
     index: int
-    name: _Name
+    name: str
     label: int
     labels: list[int]  # instead of "label", for multi-label data
     predicted: int | list[int]
@@ -124,7 +121,7 @@ class _Results(TypedDict, total=False):
 
 
 class _TrainingImage(TypedDict):
-    name: _Name
+    name: str
     label: NotRequired[int]
     labels: NotRequired[list[int]]  # instead of "label", for multi-label data
     # as decoded, as augmented in one or more epochs, as evaluated; the page loads nothing else
@@ -143,7 +140,7 @@ class _LRRange(TypedDict):
 
 
 class _ModelConfig(TypedDict, total=False):
-    label_names: list[_Name] | None
+    label_names: list[str] | None
 
 
 _FIELDS: Mapping[str, TypeAdapter[Any]] = {

@@ -274,7 +274,7 @@ def test_out_may_be_a_file_or_a_folder(
     ],
 )
 def test_file_is_named_after_the_model(model: str, name: str) -> None:
-    assert export_module._resolve_output_path(model, "torch", None) == Path(f"{name}.pt2")
+    assert export_module.resolve_output_path(model, "torch", None) == Path(f"{name}.pt2")
 
 
 def test_wrong_suffix_is_refused_before_loading_the_model() -> None:

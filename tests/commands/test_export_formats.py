@@ -104,7 +104,7 @@ def test_onnx_file_is_valid_and_names_inputs_and_outputs(tmp_path: Path) -> None
 def test_weights_too_large_for_a_protobuf_go_into_a_second_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporters, "_MAX_PROTOBUF_BYTES", 0)
+    monkeypatch.setattr(exporters, "MAX_PROTOBUF_BYTES", 0)
     model = SmallModel()
     path = export("onnx", tmp_path, model)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["small.onnx", "small.onnx.data"]

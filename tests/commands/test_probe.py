@@ -65,7 +65,7 @@ def without_timings(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_probe, "_MIN_SGD_STEPS", FEW_STEPS)
+    monkeypatch.setattr(linear_probe, "MIN_SGD_STEPS", FEW_STEPS)
 
 
 def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_invalid_shots_are_refused(model: str) -> None:
 
 
 def probe_on_rank(model: str, out: str) -> None:
-    linear_probe._MIN_SGD_STEPS = FEW_STEPS
+    linear_probe.MIN_SGD_STEPS = FEW_STEPS
     result = probe_model(model, data="embedded:digits", linear_sgd=True, knn=5, out=out)
     assert bool(format_probe(result)) == (os.environ["RANK"] == "0")
 

@@ -194,12 +194,12 @@ def test_multilabel_metrics_have_their_own_columns(
         finished_entry("pairs", map=0.35, micro_f1=0.5),
         finished_entry("digits", top1=0.9, ece=0.1),
     )
-    summary = experiments._write_summary("pairs", "full", tmp_path, [pairs])
+    summary = experiments.write_summary("pairs", "full", tmp_path, [pairs])
     assert summary["comparison"] is not None
     lines = format_plan_results(summary).splitlines()
     assert lines[2] == "| run | seeds | images | mAP, % | loss |"
     assert lines[4] == "| pairs | 2 | 10 | 35.00 ± 0.00 | 2.0000 ± 0.0000 |"
-    mixed_summary = experiments._write_summary("both", "full", tmp_path, [pairs, digits])
+    mixed_summary = experiments.write_summary("both", "full", tmp_path, [pairs, digits])
     assert mixed_summary["comparison"] is None, "no metric applies to both"
     assert "| digits | 2 | 10 | 90.00 ± 0.00 | – |" in format_plan_results(mixed_summary)
 

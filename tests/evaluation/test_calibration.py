@@ -58,7 +58,7 @@ def test_temperature_stays_within_bounds_without_a_minimum() -> None:
 
 
 def test_large_split_is_subsampled_by_image_index(monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "_MAX_KEPT_LOGITS", 70)
+    monkeypatch.setattr(calibrate, "MAX_KEPT_LOGITS", 70)
     logits, labels = sample_logits(1.5, num=30, classes=7)
     one_process = TemperatureFitter(30, 7)
     assert one_process.stride == 3

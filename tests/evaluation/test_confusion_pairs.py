@@ -110,6 +110,6 @@ def test_temperature_does_not_depend_on_the_chunk_size(
     logits = 9 * torch.randn(90, 2000, generator=generator)
     labels = torch.multinomial((logits / 3).softmax(1), 1, generator=generator)[:, 0]
     expected = calibration.fit_temperature(logits, labels)
-    monkeypatch.setattr(calibration, "_LOGITS_PER_CHUNK", 7 * 2000)
+    monkeypatch.setattr(calibration, "LOGITS_PER_CHUNK", 7 * 2000)
     assert calibration.fit_temperature(logits, labels) == expected
     assert expected == pytest.approx(3, rel=0.2)

@@ -118,7 +118,7 @@ def test_scores_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch)
     fitted = fit_least_squares(*make_blobs(30, 5, 3), num_classes=3)
     values, _ = make_blobs(25, 5, 3, seed=1)
     expected = fitted.predict_scores(values)
-    monkeypatch.setattr(readout, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(readout, "CHUNK_ROWS", 7)
     assert fitted.predict_scores(values).shape == (25, 3)
     np.testing.assert_allclose(fitted.predict_scores(values), expected, rtol=0, atol=1e-14)
 
@@ -193,7 +193,7 @@ class TestLogisticRegression:
         assert result["accuracy"] > 0.9
 
     def test_early_stop_is_reported_as_not_converged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readout, "_MAX_ITERATIONS", 2)
+        monkeypatch.setattr(readout, "MAX_ITERATIONS", 2)
         data = make_blobs(90, 8, 3)
         assert not probe_logistic_regression(data, (np.arange(60), data), data)["converged"]
 
@@ -204,7 +204,7 @@ class TestSgdHeads:
 
     @pytest.fixture(autouse=True)
     def few_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(readout, "_MIN_SGD_STEPS", 60)
+        monkeypatch.setattr(readout, "MIN_SGD_STEPS", 60)
 
     def train_heads(self, train: Any, columns: Any, rates: Any) -> dict[str, nn.Linear]:
         return train_sgd_heads(train, columns, rates, num_classes=3, device=torch.device("cpu"))
@@ -272,7 +272,7 @@ class TestSgdHeads:
 def test_knn_matches_scikit_learn(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.neighbors import KNeighborsClassifier
 
-    monkeypatch.setattr(readout, "_MAX_SIMILARITIES", 1000)  # several chunks
+    monkeypatch.setattr(readout, "MAX_SIMILARITIES", 1000)  # several chunks
     train, test = make_blobs(150, 8, 5), make_blobs(70, 8, 5, seed=1)
     weighted, plain = predict_knn(train, test[0], num_classes=5, k=k)
     weightings = ("uniform", lambda distance: np.exp((1 - distance) / 0.07))

@@ -149,6 +149,8 @@ def interpolate_weights(
     """Return (1 - alpha) * pretrained + alpha * finetuned; the head stays as fine-tuned.
 
     Args:
+        pretrained, finetuned: state dicts with the same keys.
+        alpha: coefficient from 0 (pretrained) to 1 (fine-tuned).
         head_names: names of the head layers, which are not interpolated.
     """
     head_prefixes = tuple(f"{name}." for name in head_names)
@@ -161,7 +163,7 @@ def interpolate_weights(
 
 
 def mean_weights(states: Sequence[StateDict]) -> StateDict:
-    """Average state dicts in float64; integer buffers are taken from the first one."""
+    """Average state dicts in float64; integer buffers are copied from the first state dict."""
     means = {}
     for key, value in states[0].items():
         means[key] = value.clone()

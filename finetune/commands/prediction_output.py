@@ -23,7 +23,6 @@ __all__ = [
     "unreadable_files_error",
 ]
 
-
 PREDICTION_SUFFIXES = (".csv", ".jsonl")
 _MAX_LISTED_FILES = 20  # unreadable files in the error message; CSV and JSONL list all
 
@@ -82,14 +81,6 @@ class PredictionTable(Sequence[PredictionRow]):
             {"label": self._class_names[index], "index": index, "confidence": confidence}
             for index, confidence in zip(self._indices[span], self._confidences[span], strict=True)
         ]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (PredictionTable, list, tuple)):
-            return NotImplemented
-        pairs = zip(self, other, strict=False)
-        return len(self) == len(other) and all(left == right for left, right in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def tolist(self) -> list[PredictionRow]:
         """Return all rows as dicts, for JSON."""

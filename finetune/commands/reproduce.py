@@ -77,7 +77,8 @@ def run_plan(
         scale: "full", or "smoke" for a shortened version of each run, which takes minutes and does
             not reproduce the experiment.
         overrides: overrides for every run, each `section.key=value`.
-        sources: maps a data source in the recipes to the copy of the data to read instead.
+        sources: dict from a data source of the recipes to the source to read instead, a copy of
+            the same data.
         out: the folder for the runs; by default runs/NAME, or runs/NAME-smoke.
         done: do not train; summarize the finished seeds only. They may come from another machine
             with the images at another path, and need neither checkpoints nor model/.
@@ -221,7 +222,7 @@ def _run_entry(
 def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
     """Train a run of a plan, resume it, or read its results if it is finished.
 
-    A finished run without model/ is a copy that left model/ out; it is not trained again.
+    A finished run without model/ was copied without that folder; it is not trained again.
     """
     results = read_finished_results(folder, recipe)
     if results is None:

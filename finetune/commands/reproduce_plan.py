@@ -77,11 +77,13 @@ class OtherProgramResult(Section):
     program: NonEmptyString = Field(description="name and version of the program")
     command: NonEmptyString = Field(description="the command that was run")
     machine: NonEmptyString = Field(description="hardware and versions")
-    seeds: tuple[Integer, ...] = Field(min_length=1, description="seeds, one run of it per seed")
+    seeds: tuple[Integer, ...] = Field(
+        min_length=1, description="seeds that the program was trained with"
+    )
     top1: tuple[FiniteFloat, ...] = Field(description="top-1 accuracy of each seed, 0 to 1")
-    seconds: tuple[FiniteFloat, ...] = Field((), description="wall-clock seconds of each run")
+    seconds: tuple[FiniteFloat, ...] = Field((), description="wall-clock seconds of each training")
     our_seconds: tuple[FiniteFloat, ...] = Field(
-        (), description="wall-clock seconds of finetune on that machine"
+        (), description="wall-clock seconds of each training with finetune on the same machine"
     )
     note: NonEmptyString | None = Field(None, description="differences from our run")
 
@@ -262,7 +264,7 @@ def load_entry_recipe(
         path: path of the plan.yaml.
         overrides: overrides for this run.
         extra_overrides: overrides for every run of the plan.
-        sources: maps a data source to the copy of the data to read instead.
+        sources: dict from a data source to the source to read instead, a copy of the same data.
     """
     settings = [*entry.overrides, *extra_overrides, *overrides]
     recipe = load_recipe(path.parent / entry.recipe, settings)
@@ -274,7 +276,12 @@ def load_entry_recipe(
 
 
 def use_source_of_run(recipe: Recipe, run: Recipe) -> Recipe:
-    """Return the recipe with the data source and note of a run, which may read a copied source."""
+    """Return the recipe with the data source and the note of a run, for a comparison.
+
+    Args:
+        recipe: recipe of the plan.
+        run: recipe of the run, which may have read a copy of the data.
+    """
     data = recipe.data.model_copy(update={"source": run.data.source})
     note = recipe.run.model_copy(update={"note": run.run.note})
     return recipe.model_copy(update={"data": data, "run": note})
@@ -310,9 +317,9 @@ def _find_plan_problems(plan: Plan) -> Iterator[str]:
 
 def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
     if not entry.seeds:
-        yield "seeds: is empty; give at least one"
+        yield "seeds: the list is empty; give at least one seed"
     elif len(set(entry.seeds)) < len(entry.seeds):
-        yield "seeds: contains a duplicate; remove it"
+        yield "seeds: the list contains a duplicate; remove it"
     if entry.probe is not None:
         if entry.probe.expected and len(entry.probe.expected) != len(entry.probe.shots):
             yield "probe.expected: give a range for each of the shots"
@@ -325,7 +332,7 @@ def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
         if not isinstance(values, list) or not values:
             yield f"grid.{key}: expected a list of values"
         elif len({_format_override_value(value) for value in values}) < len(values):
-            yield f"grid.{key}: contains a duplicate value; remove it"
+            yield f"grid.{key}: the list contains a duplicate value; remove it"
     if all(isinstance(values, list) for values in entry.grid.values()):
         folders = [entry.combination_folder(changes) for changes in entry.grid_combinations()]
         for folder in {name for name in folders if folders.count(name) > 1}:

@@ -59,7 +59,7 @@ class Standardizer:
 
     Attributes:
         mean_D: mean of each feature over the training images.
-        std_D: population standard deviation of each feature over them, plus 1e-5.
+        std_D: population standard deviation of each feature over the training images, plus 1e-5.
     """
 
     mean_D: FloatArray
@@ -162,10 +162,10 @@ def evaluate_few_shot(
 
     Args:
         train, test: features (N, D) and labels (N,) in [0, K).
-        shots: numbers of images per class; a smaller class gives all its images.
+        shots: numbers of images per class; a class with fewer images contributes all of them.
         num_seeds: number of seeds; they are 0 … num_seeds - 1.
-    Returns: a dict from the number of shots to {"accuracy": mean, "std", "seeds": [accuracy of each
-        seed]}.
+    Returns: a dict from the number of shots to {"accuracy": mean over the seeds, "std": sample
+        standard deviation over the seeds (None for one seed), "seeds": [accuracy of each seed]}.
     """
     results = {}
     for num_shots in shots:
@@ -294,7 +294,8 @@ def train_sgd_heads(
         train: features (N, …) and labels (N,) in [0, K).
         feature_slices: same as for `probe_sgd`.
         learning_rates: R learning rates, for a batch size of 256.
-    Returns: for each input, by name, one layer with R * K outputs, those of the first rate first.
+    Returns: a dict from the name of each input to one layer with R * K outputs, of which the first
+        K belong to the first learning rate.
     """
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
     batch_size = min(_SGD_BATCH_SIZE, len(labels_N))

@@ -55,15 +55,15 @@ _MAX_NAME_LENGTH = 60  # max characters of a recipe's name with the settings tha
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raise RecipeError for a mix of single-label and multi-label runs: they share no metric."""
+    """Raise RecipeError for a mix of single-label and multi-label runs, which share no metric."""
     if len({run.is_multilabel for run in runs}) > 1:
         multilabel_path, single_label_path = (
             next(run.path for run in runs if run.is_multilabel is is_multilabel)
             for is_multilabel in (True, False)
         )
         raise RecipeError(
-            f"report: {multilabel_path} is multi-label and {single_label_path} is single-label, so "
-            "they have no metric in common; give only single-label or only multi-label runs",
+            f"{multilabel_path} and {single_label_path}: the first run is multi-label, the second "
+            "single-label, so they have no metric in common; give only runs of one kind",
             code="recipe.conflict",
         )
 
@@ -196,13 +196,13 @@ def group_rows(
 ) -> tuple[list[Row], tuple[str, str] | None]:
     """Build a row per recipe: mean ± standard deviation over seeds, n, and a dot plot of the runs.
 
-    If several runs have the same seed, only the first one counts; the note "twins" lists these
-    seeds.
+    If several runs have the same seed, only the first of them counts; the text "twins" of the row
+    then names the seed.
 
     Args:
         columns: the result of `metric_columns`; the dot plot shows the first column.
-    Returns: a row per recipe, with the positions of "dots" in percent of the plot's width; and the
-        labels of the plot's ends, None if no run has a value.
+    Returns: a row per recipe, in which "dots" are positions in percent of the plot's width; and
+        the labels of the two ends of the plot, None if no run has a value.
     """
     scale_split, scale_key = (
         columns[0][:2] if columns and columns[0][1] in ("top1", "map") else ("", "")
@@ -295,7 +295,7 @@ def _metric_cell(run: Run, split: str, key: str) -> Row:
 def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:
     """Build a row per distinct claim, with the result of each run (None without that claim)."""
     claims: dict[tuple[str, ...], Row] = {}
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         for row in claim_rows(run):
             key = (row["what"], row["reported"], row["source"])
             claim = claims.setdefault(
@@ -305,5 +305,5 @@ def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:
                     "answers": [None] * len(runs),
                 },
             )
-            claim["answers"][place] = {k: row[k] for k in ("verdict", "measured", "how")}
+            claim["answers"][index] = {k: row[k] for k in ("verdict", "measured", "how")}
     return list(claims.values())

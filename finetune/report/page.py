@@ -128,7 +128,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _resolve_output_file(out: str | None, name: str, folder: Path) -> Path:
-    """Return the file to write: `out`, `out`/`name` if it is a folder, else `folder`/`name`."""
+    """Return the file to write: `out`, or `name` in the folder `out`; in `folder` if it is None."""
     if out is None:
         return folder / name
     path = Path(out)
@@ -220,7 +220,11 @@ def _curve_svgs(run: Run) -> list[str]:
 
 
 def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, Any]:
-    """Render the confusion matrix, with its minimum and maximum width in pixels and a note."""
+    """Render the confusion matrix.
+
+    Returns: a dict with keys "matrix" (an SVG, empty without a matrix), "matrix_width" (minimum and
+        maximum in pixels) and "matrix_note".
+    """
     if matrix is None or not matrix.num_classes:
         return {"matrix": "", "matrix_width": (0, 0), "matrix_note": ""}
     figure = plots.plot_confusion_matrix(matrix, run.class_names)
@@ -240,7 +244,11 @@ def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, An
 
 
 def _calibration_section(run: Run, split: str) -> dict[str, Any]:
-    """Plot the reliability diagram; with a fitted temperature, before and after scaling."""
+    """Plot the reliability diagram; with a fitted temperature, before and after scaling.
+
+    Returns: a dict with keys "diagrams" (SVGs), "calibration_note", and "ece" (only if the run
+        recorded no calibration bins).
+    """
     results = run.metrics(split)
     calibrated = results.get("calibrated", {})
     before, after = results.get("calibration"), calibrated.get("calibration")

@@ -339,7 +339,7 @@ def plot_reliability_diagram(
 
 
 def _draw_reliability_diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[str, Any]]) -> None:
-    filled_bins = [bin_ for bin_ in bins if bin_["accuracy"] is not None]
+    filled_bins = [bin_ for bin_ in bins if None not in (bin_["accuracy"], bin_["confidence"])]
     for bin_ in filled_bins:
         width = bin_["high"] - bin_["low"]
         bar_left, bar_width = bin_["low"] + 0.06 * width, 0.88 * width

@@ -248,9 +248,9 @@ class Run:
 def check_run_directory(path: Path) -> None:
     """Raise RecipeError if a path is not a run directory."""
     if not (path / "run.json").is_file() or not (path / "recipe.yaml").is_file():
-        problem, code = "does not exist", "recipe.not_found"
+        problem, code = "no such folder", "recipe.not_found"
         if path.exists():
-            problem, code = "is not a run directory", "recipe.not_a_run"
+            problem, code = "not a run directory", "recipe.not_a_run"
         raise RecipeError(
             f"{path}: {problem}; give the folder that 'finetune train' wrote to", code=code
         )

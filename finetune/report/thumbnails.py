@@ -42,9 +42,10 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
     Args:
         run: the run, whose results list the mistakes.
         split: the reported split, to read the images from; None if it cannot be opened.
-        note: why the split cannot be opened, if so.
-    Returns: the rows, each with "picture" (a data URI, or empty) and "small" (True to enlarge the
-        image); and a note for the page that explains missing images, or an empty string.
+        note: why the split cannot be opened; empty if it is open.
+    Returns: the rows, each a dict in which "picture" is a data URI or empty, and "small" is True if
+        the page enlarges the image; and a note for the page that explains missing images, or an
+        empty string.
     """
     rows = []
     for mistake in run.metrics(run.reported_split).get("mistakes", ()):
@@ -63,7 +64,7 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
 def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     """Return a thumbnail of the first image of each class.
 
-    Returns: for each class a data URI and True to enlarge the image. The list is empty for
+    Returns: a pair (data URI, whether the page enlarges the image) per class. The list is empty for
         multi-label data and for more than 50 classes; for streamed data, which would have to read a
         whole shard per image; and if the class counts differ from those in the results, because
         then the labels may have another meaning.
@@ -91,9 +92,9 @@ def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
 def training_image_rows(run: Run) -> tuple[list[dict[str, Any]], str]:
     """Build a row per saved training image: as decoded, as augmented, and as evaluated.
 
-    Returns: the rows, each with "class", "name" and "pictures" (pairs of a data URI and True to
-        enlarge the image); and a note for the page if there are no rows. Both are empty if the run
-        saved no images.
+    Returns: the rows, each a dict with keys "class", "name" and "pictures" (pairs of a data URI and
+        whether the page enlarges the image); and a note for the page if there are no rows. Both are
+        empty if the run saved no images.
     """
     rows = [
         {
@@ -133,7 +134,7 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
 def _thumbnail(
     split: Split, image: dict[str, Any], max_side: int = _THUMBNAIL_PIXELS
 ) -> tuple[str, bool]:
-    """Return a thumbnail as a data URI (empty if unreadable), and True to enlarge it."""
+    """Return a thumbnail as a data URI (empty if unreadable), and whether the page enlarges it."""
     index = image.get("index")
     if index is None or not 0 <= index < len(split):
         return "", False

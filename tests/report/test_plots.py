@@ -21,6 +21,7 @@ from finetune.report.plots import (
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
+EMPTY_BIN = {"low": 0, "high": 1, "count": 0, "accuracy": None, "confidence": None}
 
 
 def svg_texts(figure: Figure) -> list[str]:
@@ -216,6 +217,8 @@ class TestReliabilityDiagram:
         assert "Before temperature scaling" in found
         assert "After temperature scaling" in found
 
-    @pytest.mark.parametrize("empty", [[], [{"low": 0, "high": 1, "count": 0, "accuracy": None}]])
-    def test_empty_bins_are_shown_as_not_measured(self, empty: list[dict[str, float]]) -> None:
+    @pytest.mark.parametrize("empty", [[], [EMPTY_BIN]])
+    def test_empty_bins_are_shown_as_not_measured(
+        self, empty: list[dict[str, float | None]]
+    ) -> None:
         assert "not measured" in svg_texts(plot_reliability_diagram(empty))

@@ -29,7 +29,7 @@ from finetune.data.decode_split import TIMEOUT_SECONDS
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import build_pixel_store
 from finetune.data.source import Split
-from finetune.errors import DataError, WeightsError
+from finetune.errors import WeightsError
 from finetune.evaluation.feature_cache import (
     FORMAT_VERSION,
     read_cached_features,
@@ -151,8 +151,6 @@ def load_or_compute_features(
     Raises: DataError for unreadable images, WeightsError for features that are not finite.
     """
     started = time.perf_counter()
-    if not len(split):
-        raise DataError(f"{split.name}: has no images; add images", code="data.empty")
     key, values, folder = "", None, cache_path("features")
     if accelerator.is_main_process:
         key = _cache_key(split, identity, data_config, accelerator, extract)

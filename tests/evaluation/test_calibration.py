@@ -81,3 +81,13 @@ def test_process_without_logits_can_fit() -> None:
         return fitter.compute(accelerator)
 
     assert run_in_lockstep(fit_on_rank) == fit_temperature(logits.float(), labels)
+
+
+def test_temperature_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 9 * torch.randn(90, 2000, generator=generator)
+    labels = torch.multinomial((logits / 3).softmax(1), 1, generator=generator)[:, 0]
+    expected = fit_temperature(logits, labels)
+    monkeypatch.setattr(calibrate, "LOGITS_PER_CHUNK", 7 * 2000)
+    assert fit_temperature(logits, labels) == expected
+    assert expected == pytest.approx(3, rel=0.2)

@@ -16,7 +16,6 @@ from finetune.commands.evaluate import format_evaluation, write_evaluation
 from finetune.data.encoded_images import ArrayImages
 from finetune.data.feature_loader import FeatureLoader
 from finetune.data.source import Split
-from finetune.evaluation import calibration
 from finetune.evaluation.confusion import parse_confusion_matrix
 from finetune.evaluation.evaluator import Evaluator
 from finetune.run.directory import RunDir, format_json
@@ -101,15 +100,3 @@ def test_results_json_is_indented_up_to_1000_classes(tmp_path: Path) -> None:
     assert format_json(many) == json.dumps(many, separators=(",", ":")) + "\n"
     run.write_json("results.json", many)
     assert run.read_json("results.json") == many
-
-
-def test_temperature_does_not_depend_on_the_chunk_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = 9 * torch.randn(90, 2000, generator=generator)
-    labels = torch.multinomial((logits / 3).softmax(1), 1, generator=generator)[:, 0]
-    expected = calibration.fit_temperature(logits, labels)
-    monkeypatch.setattr(calibration, "LOGITS_PER_CHUNK", 7 * 2000)
-    assert calibration.fit_temperature(logits, labels) == expected
-    assert expected == pytest.approx(3, rel=0.2)

@@ -254,12 +254,6 @@ def test_precisions_have_separate_cache_entries() -> None:
     assert load_with("bf16").is_cached
 
 
-def test_an_empty_split_is_refused() -> None:
-    split = open_source("embedded:digits").splits["test"].subset(np.arange(0))
-    with pytest.raises(DataError, match="has no images"):
-        load_features(split, make_model())
-
-
 def test_subset_indices_returns_positions_in_the_whole_split() -> None:
     whole = open_source("embedded:digits").splits["test"]
     part = whole.subset(np.array([2, 5, 9]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -100,40 +99,38 @@ def open_prediction_writer(
     Yields: a function that writes one row.
     Raises: SetupError if the file cannot be written.
     """
-    format_row, header = _format_jsonl_row, ""
-    if path.suffix.lower() == ".csv":
-        label_columns = ["labels", "confidences"] if is_multilabel else []
-        format_row = _format_csv_row
-        header = _join_csv_cells(
-            ["path", *label_columns, *_prediction_columns(num_predictions), "error"]
-        )
     with atomic_replace(path) as temporary:
         with explain_disk_errors(path):
             # surrogateescape keeps the bytes of file names that are not UTF-8
             file = temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="")
+        csv_writer = csv.writer(file) if path.suffix.lower() == ".csv" else None
 
         def write(row: PredictionRow) -> None:
             with explain_disk_errors(path):
-                file.write(format_row(row, num_predictions, is_multilabel))
+                if csv_writer is not None:
+                    csv_writer.writerow(_csv_cells(row, num_predictions, is_multilabel))
+                else:
+                    # ASCII only, so that \udc.. escapes preserve file names that are not UTF-8
+                    file.write(json.dumps(row, allow_nan=False) + "\n")
 
         try:
-            file.write(header)
+            if csv_writer is not None:
+                csv_writer.writerow(_csv_header(num_predictions, is_multilabel))
             yield write
         finally:
             with explain_disk_errors(path):
                 file.close()  # flushing the buffer may fail on a full disk
 
 
-def _prediction_columns(num_predictions: int) -> list[str]:
-    return [
-        f"{name}_{rank}"
-        for rank in range(1, num_predictions + 1)
-        for name in ("label", "confidence")
-    ]
+def _csv_header(num_predictions: int, is_multilabel: bool) -> list[str]:
+    columns = ["path", *(["labels", "confidences"] if is_multilabel else [])]
+    for rank in range(1, num_predictions + 1):
+        columns += [f"label_{rank}", f"confidence_{rank}"]
+    return [*columns, "error"]
 
 
-def _format_csv_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
-    """Format a CSV row: path, labels and confidences (multi-label only), label_1, …, error."""
+def _csv_cells(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> list[str]:
+    """Return the cells of a row, in the order of `_csv_header`."""
     cells: list[str] = []
     # labels in the format that `data.csv_file` reads
     if is_multilabel and (labels := row.get("labels")) is not None:
@@ -142,20 +139,7 @@ def _format_csv_row(row: PredictionRow, num_predictions: int, is_multilabel: boo
     for prediction in row.get("predictions", ()):
         cells += [escape_csv_formula(prediction["label"]), f"{prediction['confidence']:.6f}"]
     cells += [""] * (2 * (num_predictions + is_multilabel) - len(cells))
-    return _join_csv_cells(
-        [escape_csv_formula(row["path"]), *cells, escape_csv_formula(row.get("error", ""))]
-    )
-
-
-def _join_csv_cells(cells: Sequence[str]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\r\n").writerow(cells)
-    return text.getvalue()
-
-
-def _format_jsonl_row(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> str:
-    # ASCII only, so that \udc.. escapes preserve file names that are not UTF-8
-    return json.dumps(row, allow_nan=False) + "\n"
+    return [escape_csv_formula(row["path"]), *cells, escape_csv_formula(row.get("error", ""))]
 
 
 def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:

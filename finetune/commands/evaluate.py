@@ -59,6 +59,7 @@ __all__ = ["check_split_name", "evaluate_model", "format_evaluation", "write_eva
 SPLITS = ("train", "val", "test")
 _MAX_CONFUSED_PAIRS = 20
 _MAX_LABEL_ROWS = 100
+_ALL_CLASSES_HINT = "for every class, write per_class.csv with --out DIR"
 TASKS = ("multiclass", "multilabel")
 _CORRUPTION_METRICS = ("top1", "map", "loss", "ece")  # reported for corrupted images
 
@@ -294,8 +295,9 @@ def _format_per_label(result: Mapping[str, Any]) -> str:
         cells = ("-" if row[key] is None else f"{row[key]:.4f}" for key in keys)
         values = "".join(f"{cell:>10}" for cell in (*cells, str(row["support"])))
         lines.append(f"{escape_to_one_line(name):{width}}{values}")
-    more = ["", "for every class, write per_class.csv with --out DIR"]
-    return "\n".join(lines + more * (len(result["per_class"]) > _MAX_LABEL_ROWS))
+    if len(result["per_class"]) > _MAX_LABEL_ROWS:
+        lines += ["", _ALL_CLASSES_HINT]
+    return "\n".join(lines)
 
 
 def _confusion_of_result(result: Mapping[str, Any]) -> ConfusionMatrix:
@@ -310,7 +312,7 @@ def _format_most_confused(confusion: ConfusionMatrix, names: Sequence[str]) -> s
         f"{count:6}  {escape_to_one_line(names[true])} → {escape_to_one_line(names[predicted])}"
         for true, predicted, count in confusion.most_confused_pairs(_MAX_CONFUSED_PAIRS)
     ]
-    return "\n".join([*lines, "", "for every class, write per_class.csv with --out DIR"])
+    return "\n".join([*lines, "", _ALL_CLASSES_HINT])
 
 
 def _per_class_csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

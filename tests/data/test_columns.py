@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from refusals import refused
 from small_datasets import class_counts, write_parquet
 
 from finetune.data.open_source import open_source
@@ -21,16 +20,8 @@ def test_columns_are_detected_or_configured(tmp_path: Path) -> None:
     write_parquet(path, [0, 1], image="photo", label="kind", names=["a", "b"])
     assert open_source(f"parquet:{path}").class_names == ["a", "b"]
     write_parquet(path, [0, 1], image="photo", label="kind")
-    with refused("data.no_column", "data.image_column", "photo, kind"):
-        open_source(f"parquet:{path}")
-    with refused("data.no_column", "data.label_column"):
-        open_source(f"parquet:{path}", image_column="photo")
-    with refused("data.no_column", "'foto'", "'photo'"):
-        open_source(f"parquet:{path}", image_column="foto", label_column="kind")
     configured = open_source(f"parquet:{path}", image_column="photo", label_column="kind")
     assert class_counts(configured) == {"train": [1, 1]}
-    with refused("data.wrong_format", "a.parquet", "int64", "data.image_column"):
-        open_source(f"parquet:{path}", image_column="kind", label_column="kind")
 
 
 @pytest.mark.parametrize(
@@ -69,22 +60,10 @@ def test_warns_of_a_declared_class_without_images(
     assert "1 declared class without an image: a" in caplog.messages[0]
 
 
-def test_rejects_splits_that_do_not_match(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignores_a_split_with_withheld_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_parquet(tmp_path / "train.parquet", [0, 1], names=["a", "b"])
-    test_file = tmp_path / "test.parquet"
-    write_parquet(test_file, [0, 1], names=["b", "a"])
-    with refused("data.split_mismatch", "'test'"):
-        open_source(f"parquet:{tmp_path}")
-    write_parquet(test_file, [], names=["a", "b"], label_type=pa.int64())
-    with refused("data.empty", "'test'"):
-        open_source(f"parquet:{tmp_path}")
-    write_parquet(test_file, [0, 1], names=["a", "b"], image="picture")
-    with refused("data.no_column", "test.parquet", "'img'"):
-        open_source(f"parquet:{tmp_path}")
-    write_parquet(test_file, [-1, -1], names=["a", "b"])  # how the hub withholds test labels
+    write_parquet(tmp_path / "test.parquet", [-1, -1], names=["a", "b"])  # as on the hub
     assert class_counts(open_source(f"parquet:{tmp_path}")) == {"train": [1, 1]}
     assert caplog.messages == ["split 'test' is ignored: its labels are withheld (all are -1)"]
-    write_parquet(tmp_path / "train.parquet", [0, 0, 2], names=["a", "b", "c"])
-    write_parquet(test_file, [1, 0], names=["a", "b", "c"])
-    with refused("data.split_mismatch", "'test'", "'train'", "b"):
-        open_source(f"parquet:{tmp_path}")

@@ -18,7 +18,6 @@ from PIL import Image
 from small_datasets import make_pixel_store, write_parquet
 from torch import Tensor, nn
 
-from finetune.data.decode import decode_image
 from finetune.data.image_paths import find_images
 from finetune.data.open_source import open_source
 from finetune.demo.predictor import decode_upload
@@ -155,36 +154,6 @@ def test_every_reader_gives_the_same_result(
     fault("image files of every format", PROMISE, measured)
 
 
-def symlink_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a broken link": (lambda path: path.symlink_to("gone.png"), "a broken link"),
-    "a link to itself": (symlink_to_itself, "cannot be opened"),
-    "a named pipe": (os.mkfifo, "a pipe or a device"),
-    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
-    "a folder": (Path.mkdir, "is a folder, not a file"),
-    "a missing file": (lambda path: None, "no such file"),
-}
-
-
-@pytest.mark.parametrize("name", NO_FILES)
-def test_paths_without_a_regular_file(
-    name: str, tmp_path: Path, fault: Callable[..., None]
-) -> None:
-    create, message = NO_FILES[name]
-    path = tmp_path / "x.jpg"
-    create(path)
-    for read in (decode_image, decode_upload):
-        with pytest.raises(DataError, match=message):
-            read(path)
-    (row,) = decode_for_predict(path).values()
-    assert isinstance(row, str)
-    assert message in row or "a folder without images" in row
-    fault("image paths without a regular file", "refused immediately, without waiting")
-
-
 UNREADABLE = """
 import os, sys
 from finetune.data.decode import decode_image
@@ -210,26 +179,6 @@ def test_a_file_without_read_permission(tmp_path: Path, fault: Callable[..., Non
     )
     assert result.stdout == f"{path}: cannot be opened (Permission denied)\n", result.stderr
     fault("an image without read permission", "the message gives the reason", "as another user")
-
-
-def test_a_file_name_that_is_not_utf8(tmp_path: Path, fault: Callable[..., None]) -> None:
-    pixels = sample_image()
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a/\xff\xfe.png"))
-    path.parent.mkdir()
-    path.write_bytes(encode_image(pixels, "PNG"))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "0.png").write_bytes(encode_image(pixels, "PNG"))
-    for decoded in (
-        decode_image(path),
-        decode_upload(path),
-        *decode_for_predict(tmp_path / "a").values(),
-    ):
-        assert np.array_equal(decoded, pixels)
-    assert all(
-        np.array_equal(decoded, pixels)
-        for decoded in decode_for_training(tmp_path, "none").values()
-    )
-    fault("an image whose name is not UTF-8", "decoded like any other")
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Invalid datasets: exit code 3, the cause in one message, and no run is started."""
+"""Invalid datasets: one message that names the cause, its exit code, and no file is changed.
+
+The only place that tests what the readers of data sources refuse; each case runs a command.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from bad_input import PROMISE, BadInput, Content, check_bad_input, parametrize_bad_inputs
+from bad_input import BadInput, Content, check_bad_input, parametrize_bad_inputs
 from small_datasets import random_png, write_parquet
 
 from finetune.models.build import build_model
@@ -115,10 +118,7 @@ CSV_HEADER = "path,label"
 THREE_IMAGES = {"d/a/1.png": random_png(1), "d/a/2.png": random_png(2), "d/b/2.png": random_png(3)}
 TRAIN_IMAGE_A, TRAIN_IMAGE_B = "train/a/1.png", "train/b/1.png"
 SOURCES = {
-    "no prefix": BadInput("data info somewhere", "data.not_found", "somewhere"),
-    "an empty name": BadInput(["data", "info", ""], "data.wrong_source", "''"),
     "only a prefix": BadInput("data info folder:", "data.wrong_source", "'folder:'"),
-    "an unknown prefix": BadInput("data info foldr:x", "data.wrong_source", "'folder'"),
     "a URL": BadInput(
         "data info https://example.org/d.zip", "data.wrong_source", "'https://example.org/d.zip'"
     ),
@@ -195,31 +195,6 @@ FOLDERS = {
     "a link upwards": image_folder(
         "data.wrong_link", "d/b/l", "a/1.png", "b/1.png", **{"b/l": symlink_to("../../d")}
     ),
-    "a label column for a folder": training_on(
-        "folder:d",
-        "data.no_column",
-        "data.image_column",
-        {"d/a/1.png": random_png(1), "d/b/1.png": random_png(2)},
-        "data.label_column=label",
-    ),
-    "only test": training_on(
-        "folder:d",
-        "data.no_split",
-        "folder:d",
-        {"d/test/a/1.png": random_png(1), "d/test/b/1.png": random_png(2)},
-    ),
-    "no train, with validation": training_on(
-        "folder:d",
-        "data.no_split",
-        "folder:d",
-        {f"d/{name}.png": random_png(1) for name in ("val/a/1", "val/b/1", "test/a/1")},
-    ),
-    "one image for each class": training_on(
-        "folder:d",
-        "data.too_few_images",
-        "data.val_fraction",
-        {"d/a/1.png": random_png(1), "d/b/1.png": random_png(2)},
-    ),
     "images that cannot be read": BadInput(
         "data scan folder:d",
         "data.unreadable",
@@ -265,6 +240,7 @@ CSV_FILES = {
     ),
     "a pipe": BadInput("data info csv:t.csv", "data.not_a_file", "t.csv", {"t.csv": os.mkfifo}),
     "zero bytes": csv_lines("data.empty", "path,label"),
+    "an empty line": csv_lines("data.empty", "path,label", ""),
     "a URL": csv_lines(
         "data.no_image", "'https://a.org/1.png'", "path,label", "https://a.org/1.png,a", "2.png,b"
     ),
@@ -273,6 +249,7 @@ CSV_FILES = {
     ),
     "only a header": csv_lines("data.empty", "t.csv", "path,label"),
     "no header": csv_lines("data.no_column", "line 1", "1.png,a", "2.png,b"),
+    "no path column": csv_lines("data.no_column", "data.image_column", "name,label", "1.png,a"),
     "no label column": csv_lines("data.no_column", "data.label_column", "path,x", "1.png,a"),
     "two label columns": csv_lines("data.ambiguous", "'label'", "path,label,label", "1.png,a,b"),
     "a missing label": csv_lines("data.no_labels", "line 3", CSV_HEADER, "1.png,a", "2.png, "),
@@ -280,6 +257,16 @@ CSV_FILES = {
     "a missing file": csv_lines("data.not_found", "line 3", CSV_HEADER, "1.png,a", "3.png,b"),
     "a path outside the folder": csv_lines("data.unsafe", "line 2", CSV_HEADER, "../1.png,a"),
     "an absolute path": csv_lines("data.unsafe", "line 2", CSV_HEADER, "/etc/passwd,a"),
+    "a path that leads outside the folder": csv_lines(
+        "data.unsafe", "line 2", CSV_HEADER, "img/../../1.png,a"
+    ),
+    "the folder itself": csv_lines("data.unsafe", "line 3", CSV_HEADER, "1.png,a", ".,b"),
+    "a mistyped file": csv_lines(
+        "data.not_found", "did you mean", CSV_HEADER, "1.png,a", "2.pgn,b"
+    ),
+    "two missing files": csv_lines(
+        "data.not_found", "1 more", CSV_HEADER, "1.png,a", "3.png,b", "4.png,b"
+    ),
     "an image with two labels": csv_lines(
         "data.wrong_labels", "in line 2", CSV_HEADER, "1.png,a", "./1.png,b"
     ),
@@ -289,6 +276,9 @@ CSV_FILES = {
     "an unknown split": csv_lines("data.no_split", "'dev'", CSV_HEADER + ",split", "1.png,a,dev"),
     "one field too few": csv_lines("data.wrong_format", "line 3", CSV_HEADER, "1.png,a", "2.png"),
     "one field too many": csv_lines("data.wrong_format", "line 2", CSV_HEADER, "1.png,a,b"),
+    "a wrong line below a field of two lines": csv_lines(
+        "data.wrong_format", "line 5", CSV_HEADER, "1.png,a", '2.png,"x', 'y"', "1.png,b,c"
+    ),
     "an open quote": csv_lines("data.wrong_format", "quote", CSV_HEADER, '1.png,"a', "2.png,b"),
     "a field of 200,000 characters": csv_lines(
         "data.wrong_format", "line 2", CSV_HEADER, "1.png," + "a" * 200_000
@@ -321,12 +311,6 @@ TABLES = {
     "no such file": BadInput(
         "data info parquet:tt.parquet", "data.not_found", "'t.parquet'", {"t.parquet": b""}
     ),
-    "no file of a pattern": BadInput(
-        ["data", "info", "parquet:*.parquet"], "data.empty", "parquet:*.parquet"
-    ),
-    "an empty folder": BadInput(
-        "data info parquet:d", "data.empty", "parquet:d", {"d": Path.mkdir}
-    ),
     "two datasets in a folder": BadInput(
         "data info parquet:d",
         "data.ambiguous",
@@ -338,10 +322,6 @@ TABLES = {
     ),
     "zero bytes": parquet_file(b""),
     "plain text": parquet_file(b"label,image\n0,a.png\n"),
-    "a web page": parquet_file(b"<!DOCTYPE html><html></html>", code="data.wrong_format"),
-    "a Git LFS pointer": parquet_file(
-        b"version https://git-lfs.github.com/spec/v1\n", code="data.wrong_format"
-    ),
     "a pipe": parquet_file(os.mkfifo, code="data.empty"),
     "a folder with that name": parquet_file(Path.mkdir, code="data.empty"),
     "truncated in the middle": parquet_file(truncated_parquet(0.5)),
@@ -574,6 +554,18 @@ MULTILABEL = {
     "a folder of classes": BadInput(
         "data info folder:d --multilabel", "data.no_labels", "cat|dog", THREE_IMAGES
     ),
+    "digit pairs without multi-label": BadInput(
+        "data info embedded:digit_pairs", "data.wrong_labels", "data.task=multilabel"
+    ),
+    "a label that only the test split has": BadInput(
+        "data info parquet:d --multilabel",
+        "data.split_mismatch",
+        "dog",
+        {
+            "d/train.parquet": lambda path: write_parquet(path, [["ant"], ["bee"]]),
+            "d/test.parquet": lambda path: write_parquet(path, [["ant", "dog"]]),
+        },
+    ),
     "digits have one label each": BadInput(
         "data info embedded:digits --multilabel", "data.wrong_labels", "embedded:digits"
     ),
@@ -594,31 +586,17 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@parametrize_bad_inputs(SOURCES)
-def test_sources(bad: BadInput, fault: Callable[..., None]) -> None:
+GROUPS = {
+    "source": SOURCES,
+    "folder": FOLDERS,
+    "csv": CSV_FILES,
+    "parquet": TABLES,
+    "multilabel": MULTILABEL,
+}
+
+
+@parametrize_bad_inputs(
+    {f"{group}: {name}": bad for group, cases in GROUPS.items() for name, bad in cases.items()}
+)
+def test_invalid_data_is_refused(bad: BadInput) -> None:
     check_bad_input(bad)
-    fault("bad input: data sources", PROMISE)
-
-
-@parametrize_bad_inputs(FOLDERS)
-def test_folders(bad: BadInput, fault: Callable[..., None]) -> None:
-    check_bad_input(bad)
-    fault("bad input: image folders", PROMISE)
-
-
-@parametrize_bad_inputs(CSV_FILES)
-def test_csv_files(bad: BadInput, fault: Callable[..., None]) -> None:
-    check_bad_input(bad)
-    fault("bad input: CSV files", PROMISE)
-
-
-@parametrize_bad_inputs(MULTILABEL)
-def test_multilabel(bad: BadInput, fault: Callable[..., None]) -> None:
-    check_bad_input(bad)
-    fault("bad input: multi-label datasets", PROMISE)
-
-
-@parametrize_bad_inputs(TABLES)
-def test_tables(bad: BadInput, fault: Callable[..., None]) -> None:
-    check_bad_input(bad)
-    fault("bad input: parquet files", PROMISE)

@@ -93,6 +93,7 @@ BAD_OPTIONS = {
     "predict: a URL": BadInput(
         "predict net https://x.org/a.png", "data.unreadable", "https://x.org/a.png"
     ),
+    "predict: a list on closed standard input": BadInput("predict net -", "data.empty", "-: "),
     "predict: a batch size of 0": BadInput(
         "predict net a.png --batch-size 0", "usage", "--batch-size"
     ),

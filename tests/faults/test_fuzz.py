@@ -1,7 +1,4 @@
-"""Fuzzed recipes, transform specs, images and weights raise no exception except FinetuneError.
-
-The quick part tries the same few examples each time; the long part tries many, from fixed seeds.
-"""
+"""Fuzzed recipes, transform specs, images and weights raise no exception except FinetuneError."""
 
 # H W pixels
 
@@ -11,7 +8,6 @@ import copy
 import io
 import json
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, seed, settings
+from fuzzing import NUM_EXAMPLES, SCALARS, VALUES, fuzz
 from image_corpus import encode_image, sample_image
 from networks import write_timm_folder
 from PIL import Image
@@ -37,48 +33,6 @@ from finetune.transforms.spec_parser import parse_transform_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMISE = "no exception other than FinetuneError, each within seconds"
-MAX_SECONDS = 20.0  # for one example, on a busy machine
-QUICK_EXAMPLES = 80
-LONG_EXAMPLES = 6000  # of each target, in the long part
-NUM_EXAMPLES = [
-    pytest.param(QUICK_EXAMPLES, id="quick"),
-    pytest.param(LONG_EXAMPLES, id="long", marks=pytest.mark.faults),
-]
-
-
-def fuzz(
-    strategy: Any, num_examples: int, try_example: Callable[[Any], object]
-) -> tuple[int, int, float]:
-    """Try the same examples in every run.
-
-    Args:
-        strategy: the hypothesis strategy.
-        num_examples: number of examples.
-        try_example: returns True for an accepted example, False for a refused one.
-    Returns: number of tried and of accepted examples, and the longest CPU time in seconds.
-    """
-    tried, accepted, longest = 0, 0, 0.0
-
-    @seed(5)
-    @settings(
-        max_examples=num_examples,
-        deadline=None,
-        database=None,
-        derandomize=num_examples == QUICK_EXAMPLES,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def check_one(example: Any) -> None:
-        nonlocal tried, accepted, longest
-        started = time.process_time()  # a busy machine is not a slow parser
-        accepted += bool(try_example(example))
-        tried += 1
-        longest = max(longest, time.process_time() - started)
-
-    check_one()
-    assert tried >= num_examples // 2
-    assert longest < MAX_SECONDS
-    return tried, accepted, longest
 
 
 # --- recipes and transform specs -----------------------------------------------------------------
@@ -100,23 +54,6 @@ KEYS = [
     )
     for key in kind.model_fields
 ]
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=12),
-    st.sampled_from(
-        [-1, 0, 2**31, 2**53 + 1, 10**400, 1e308, "nan", "1e3", "~", "&a", "*a", "!!x"]
-    ),
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=6,
-)
 # characters with a meaning in YAML, and a few without
 YAML_TEXT = st.text(
     alphabet="abm:-[]{},&*!|>'\"%@`#?~=<. \n\t01e\x00\u2028\ud7ff\ufeff", max_size=60

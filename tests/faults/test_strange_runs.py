@@ -1,4 +1,8 @@
-"""Run directories with unexpected content: pipes, links, folders, files of other programs."""
+"""Run directories with unexpected content: pipes, links, damaged neighbors, random values.
+
+tests/run/test_integrity.py has the kinds of content that are refused; here whole commands meet
+them, within a time limit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from forked_runs import (
     tiny_recipe,
     train_until_killed,
 )
-from hypothesis import HealthCheck, given, settings
+from fuzzing import NUM_EXAMPLES, VALUES, fuzz
 from logs import logged
 
 from finetune.errors import FinetuneError
@@ -48,8 +52,7 @@ RECIPE = tiny_recipe(*SMALL_OVERRIDES)
 TIMEOUT_SECONDS = 60
 SPECIAL_FILES = "exit code 4 or 5, or ignored like other damage; no hang, no file is changed"
 LINKS = "exit code 5; the target is unchanged"
-OTHERS = "exit code 5 and the found files; every file is unchanged"
-VALUES = "a FinetuneError, or it is accepted"
+ANY_VALUES = "a FinetuneError, or it is accepted"
 
 
 def run_with_timeout(work: Callable[[], object]) -> ChildResult:
@@ -97,8 +100,13 @@ def stopped_run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 # Pipes, folders and endless files -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
-@pytest.mark.parametrize("name", ["run.json", "results.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *(("run.json", "pipe"), ("run.json", "endless"), ("results.json", "pipe")),
+        *(("metrics.jsonl", "pipe"), ("metrics.jsonl", "endless")),
+    ],
+)
 def test_special_files_instead_of_run_files(
     name: str, kind: str, stopped_run: Path, finished_run: Path, tmp_path: Path, fault
 ) -> None:
@@ -116,7 +124,7 @@ def test_special_files_instead_of_run_files(
     fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "endless", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless", "device"])
 def test_special_files_instead_of_a_manifest(
     kind: str, stopped_run: Path, finished_run: Path, tmp_path: Path, fault
 ) -> None:
@@ -125,27 +133,6 @@ def test_special_files_instead_of_a_manifest(
     check_child_success(resume_run(out), "checkpoint of step 6")
     assert read_weights(out) == read_weights(finished_run)
     assert read_train_losses(out) == read_train_losses(finished_run)
-    assert temporary_files(out) == []
-    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
-
-
-def test_special_files_instead_of_the_lock(stopped_run: Path, tmp_path: Path, fault) -> None:
-    for kind in ("pipe", "folder", "device"):
-        out = copy_run(stopped_run, tmp_path / kind)
-        replace_by(out / ".lock", kind)
-        before = run_file_hashes(out)
-        check_child_error(resume_run(out), "setup.not_a_run", out / ".lock")
-        assert run_file_hashes(out) == before
-    fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
-
-
-def test_a_file_named_like_a_checkpoint(
-    stopped_run: Path, finished_run: Path, tmp_path: Path, fault
-) -> None:
-    out = copy_run(stopped_run, tmp_path / "run")
-    (out / "checkpoints" / "step-00000009").write_text("")
-    check_child_success(resume_run(out), "checkpoint of step 9")
-    assert read_weights(out) == read_weights(finished_run)
     assert temporary_files(out) == []
     fault("a pipe, a folder or an endless file instead of a file of the run", SPECIAL_FILES)
 
@@ -176,18 +163,13 @@ def test_a_damaged_run_in_the_same_folder_is_ignored(
 # Links --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl"]
-)
+@pytest.mark.parametrize("name", ["checkpoints", "run.json"])
 def test_links_in_a_run_directory_are_refused(
     name: str, finished_run: Path, tmp_path: Path, fault
 ) -> None:
     out = copy_run(finished_run, tmp_path / "run")
     target = tmp_path / "elsewhere"
-    if name == ".lock":
-        target.write_text("export PATH")
-    else:
-        (out / name).rename(target)
+    (out / name).rename(target)
     (out / name).symlink_to(target)
     if target.is_dir():
         (target / ".bashrc").write_text("export PATH")
@@ -214,34 +196,7 @@ def test_a_leftover_link_is_removed_but_not_followed(
     fault("links in a run directory to other places", LINKS)
 
 
-# Folders of other programs ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("resume", [False, True], ids=["new", "resume"])
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["checkpoints/.git/HEAD", "checkpoints/.gitkeep", ".notes.tmp", "model/best.pt"],
-        ["checkpoints/.gitkeep"],
-        ["checkpoints/step-00000002/model.pt", "model/best.pt"],
-        ["run.json", "model/best.pt"],
-        [".lock", "model/best.pt"],
-        ["recipe.yaml", "checkpoints/.step/x"],
-    ],
-    ids=["project", "kept", "steps", "record", "lock", "recipe"],
-)
-def test_a_folder_that_is_not_a_run_is_refused(
-    files: list[str], resume: bool, tmp_path: Path, fault
-) -> None:
-    out = tmp_path / "project"
-    for name in files:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text('{"status": "done"}')
-    before, paths = run_file_hashes(out), sorted(out.rglob("*"))
-    result = run_with_timeout(lambda: train(RECIPE, out, resume=resume))
-    check_child_error(result, "setup.not_a_run", out, "--out")
-    assert (run_file_hashes(out), sorted(out.rglob("*"))) == (before, paths)
-    fault("--out is a folder of another program", OTHERS)
+# Kills -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -289,34 +244,6 @@ def test_a_killed_start_can_be_repeated(setup: TrainingSetup, tmp_path: Path, fa
 # Values -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"plan": {"steps": "many"}}, {"plan": []}, {"split_fingerprints": 7}, {"x": [1e999]}],
-    ids=["steps", "plan", "fingerprints", "infinite"],
-)
-def test_a_record_with_invalid_values(
-    changes: dict[str, Any], stopped_run: Path, tmp_path: Path, fault
-) -> None:
-    out = copy_run(stopped_run, tmp_path / "run")
-    record = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps({**record, **changes}))
-    before = run_file_hashes(out)
-    check_child_error(resume_run(out), "checkpoint.damaged", out / "run.json")
-    assert run_file_hashes(out) == before
-    fault("run.json, manifest.json, state.json with any values", VALUES)
-
-
-SCALARS = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
-    st.sampled_from([-1, 0, 2**53, 10**400, 1e308, "done", "running", "fp32"]),
-)
-JSON_VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=4,
-)
 NESTED_LISTS = st.sampled_from([60, 300, 900, 980]).map(
     lambda depth: json.loads("[" * depth + "]" * depth)
 )
@@ -341,38 +268,12 @@ def with_value(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     return result
 
 
-def fuzz(tree: Any, num_examples: int, try_example: Callable[[Any], object]) -> tuple[int, int]:
-    """Try other values at random paths. Returns: number of tried and of accepted examples."""
-    tried = accepted = 0
-    codes: set[int] = set()
-    quick_settings = settings(
-        max_examples=num_examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
+def changed_trees(tree: Any) -> Any:
+    """Return a strategy for copies of a JSON object with another value at one path."""
+    paths = st.sampled_from(json_paths(tree))
+    return st.builds(
+        lambda path, value: with_value(tree, path, value), paths, VALUES | NESTED_LISTS
     )
-
-    @quick_settings
-    @given(st.sampled_from(json_paths(tree)), st.one_of(JSON_VALUES, NESTED_LISTS))
-    def check_one(path: tuple[Any, ...], value: Any) -> None:
-        nonlocal tried, accepted
-        tried += 1
-        try:
-            try_example(with_value(tree, path, value))
-            accepted += 1
-        except FinetuneError as error:
-            codes.add(error.exit_code)
-
-    check_one()
-    assert codes <= {2, 3, 4}
-    return tried, accepted
-
-
-NUM_EXAMPLES = [
-    pytest.param(80, id="quick"),
-    pytest.param(2000, id="long", marks=pytest.mark.faults),
-]
 
 
 @pytest.fixture
@@ -396,18 +297,23 @@ def state_writer(counters: dict[str, Any]) -> Callable[[Path], None]:
 def test_random_record_values(
     num_examples: int, setup: TrainingSetup, saved_run: RunDir, fault
 ) -> None:
-    record = saved_run.read_json("run.json")
+    record, codes = saved_run.read_json("run.json"), set()
 
-    def run(tree: Any) -> None:
+    def run(tree: Any) -> bool:
         (saved_run.path / "run.json").write_text(json.dumps(tree))
-        start_run(saved_run, setup)
-        with record_status(saved_run, is_main_process=True):
-            pass
+        try:
+            start_run(saved_run, setup)
+            with record_status(saved_run, is_main_process=True):
+                pass
+        except FinetuneError as error:
+            codes.add(error.exit_code)
+            return False
+        return True
 
-    tried, accepted = fuzz(record, num_examples, run)
-    assert tried >= num_examples // 2
+    tried, accepted, _ = fuzz(changed_trees(record), min(num_examples, 2000), run)
     assert 0 < accepted < tried
-    fault("run.json, manifest.json, state.json with any values", VALUES)
+    assert codes <= {2, 3, 4}
+    fault("run.json, manifest.json, state.json with any values", ANY_VALUES)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
@@ -416,13 +322,13 @@ def test_random_checkpoint_values(num_examples: int, name: str, saved_run: RunDi
     path = saved_run.checkpoint_folder(4) / name
     tree = json.loads(path.read_text())
 
-    def run(changed: Any) -> None:
+    def run(changed: Any) -> bool:
         path.write_text(json.dumps(changed))
         with logged() as messages:
             accepted = saved_run.newest_intact_step() == 4
         assert len(messages) == (not accepted)
         assert changed == tree or not accepted
+        return accepted
 
-    tried, accepted = fuzz(tree, num_examples, run)
-    assert accepted == tried >= num_examples // 2
-    fault("run.json, manifest.json, state.json with any values", VALUES)
+    fuzz(changed_trees(tree), min(num_examples, 2000), run)
+    fault("run.json, manifest.json, state.json with any values", ANY_VALUES)

@@ -178,15 +178,6 @@ def test_commands_with_closed_streams(
     fault("standard streams that are closed: predict, eval, report", "0, and the files are written")
 
 
-@pytest.mark.faults
-def test_predict_from_closed_standard_input(finished_run_folder: Path, fault: Any) -> None:
-    result = run_in_shell(finished_run_folder, "predict run -", "0<&-")
-    assert result.returncode in (2, 3)
-    assert "internal error" not in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    fault("predict - with standard input closed", "an error: there is no image")
-
-
 COMMANDS_WITH_OUTPUT = [
     *("predict run images --json", "recipes schema", "recipes help"),
     *(f"recipes list {REPOSITORY}/recipes", "train --help"),
@@ -255,31 +246,4 @@ def test_output_is_complete_or_an_error(
     fault(
         "standard output is a file on a disk that becomes full",
         "5 in one line, also with PYTHONUNBUFFERED",
-    )
-
-
-def test_a_pipe_without_a_reader(finished_run_folder: Path, fault: Any) -> None:
-    """The control for the trials above: without our handler Python prints an error."""
-    control_program = finished_run_folder / "careless.py"
-    control_program.write_text("print('x' * 100000)")
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        control = subprocess.run(
-            [sys.executable, control_program], stdout=write, stderr=subprocess.PIPE, text=True
-        )
-        result = subprocess.run(
-            [sys.executable, "-m", "finetune", "recipes", "schema"],
-            cwd=REPOSITORY,
-            stdout=write,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        os.close(write)
-    assert "BrokenPipeError" in control.stderr
-    assert (result.returncode, result.stderr) == (BROKEN_PIPE_EXIT_CODE, "")
-    fault(
-        "a reader that exits before the output",
-        "141 without a message; Python alone prints an error (the control)",
     )

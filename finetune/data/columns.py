@@ -13,10 +13,17 @@ import pyarrow as pa
 
 from finetune.errors import DataError, did_you_mean
 
-__all__ = ["declared_class_names", "find_columns", "int64_array", "int64_to_numpy"]
+__all__ = [
+    "declared_class_names",
+    "find_columns",
+    "find_columns_by_name",
+    "int64_array",
+    "int64_to_numpy",
+]
 
 _IMAGE_COLUMN_NAMES = ("image", "img")
 _LABEL_COLUMN_NAMES = ("label", "labels", "fine_label")
+_MAX_SHOWN_CHARS = 120  # of the list of columns in a message
 
 
 def _huggingface_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -44,32 +51,61 @@ def find_columns(
     *,
     multilabel: bool = False,
 ) -> tuple[str, list[str]]:
-    """Find the image and label columns: as requested, else by usual names, else by type.
+    """Find the image and label columns of a table: by name, else by the type in its metadata.
 
     Args:
-        multilabel: allow several label columns of 0 and 1: the requested ones; else, if no column
-            has a usual label name, all other columns.
-    Returns: the image column, and the label columns.
+        schema: schema of the table.
+        image, label, multilabel: see `find_columns_by_name`.
+    Returns: the name of the image column, and the names of the label columns.
     Raises: DataError if a column is missing.
     """
-    type_names = {
-        name: feature.get("_type") for name, feature in _huggingface_features(schema).items()
-    }
-    images = [name for name in schema.names if type_names.get(name) == "Image"]
-    classes = [name for name in schema.names if type_names.get(name) == "ClassLabel"]
-    image_column = _find_column("image_column", image, _IMAGE_COLUMN_NAMES, images, schema.names)
-    if (
-        multilabel
-        and label is None
-        and not {*map(str.lower, schema.names)} & {*_LABEL_COLUMN_NAMES}
-    ):
-        label = [
-            name for name in schema.names if name.lower() not in (image_column.lower(), "split")
-        ]
+    types = {name: entry.get("_type") for name, entry in _huggingface_features(schema).items()}
+    return find_columns_by_name(
+        schema.names,
+        image,
+        label,
+        usual_image_names=_IMAGE_COLUMN_NAMES,
+        usual_label_names=_LABEL_COLUMN_NAMES,
+        typed_image_columns=[name for name in schema.names if types.get(name) == "Image"],
+        typed_label_columns=[name for name in schema.names if types.get(name) == "ClassLabel"],
+        multilabel=multilabel,
+    )
+
+
+def find_columns_by_name(
+    columns: Sequence[str],
+    image: str | None,
+    label: str | Sequence[str] | None,
+    *,
+    usual_image_names: Sequence[str],
+    usual_label_names: Sequence[str],
+    typed_image_columns: Sequence[str] = (),
+    typed_label_columns: Sequence[str] = (),
+    multilabel: bool = False,
+) -> tuple[str, list[str]]:
+    """Find the image and label columns: the requested ones, else by usual names, else by type.
+
+    Args:
+        columns: names of all columns of the table.
+        image: requested image column; None to find it.
+        label: requested label column or columns; None to find them.
+        usual_image_names, usual_label_names: names to look for, in lower case.
+        typed_image_columns, typed_label_columns: columns whose recorded type is an image or a
+            class label.
+        multilabel: allow several label columns of 0 and 1: the requested ones; else, if no column
+            has a usual label name, all other columns.
+    Returns: the name of the image column, and the names of the label columns.
+    Raises: DataError if a column is missing.
+    """
+    image_column = _find_column(
+        "image_column", image, usual_image_names, typed_image_columns, columns
+    )
+    if multilabel and label is None and not {*map(str.lower, columns)} & {*usual_label_names}:
+        label = [name for name in columns if name.lower() not in (image_column.lower(), "split")]
     requested: list[str | None] = [label] if isinstance(label, str) else [*(label or (None,))]
     return image_column, [
-        _find_column("label_column", column, _LABEL_COLUMN_NAMES, classes, schema.names)
-        for column in requested
+        _find_column("label_column", name, usual_label_names, typed_label_columns, columns)
+        for name in requested
     ]
 
 
@@ -77,33 +113,35 @@ def _find_column(
     recipe_key: str,
     requested: str | None,
     usual_names: Sequence[str],
-    columns_of_type: list[str],
-    columns: list[str],
+    typed_columns: Sequence[str],
+    columns: Sequence[str],
 ) -> str:
-    known = ", ".join(columns)
+    known = ", ".join(columns)[:_MAX_SHOWN_CHARS]
     if requested is not None:
         if requested not in columns:
-            message = (
-                f"no column {requested!r}{did_you_mean(requested, columns) or '.'} "
-                f"The columns are: {known}"
+            raise DataError(
+                f"data.{recipe_key}: no column {requested!r}"
+                f"{did_you_mean(requested, columns) or '.'} The columns are: {known}",
+                code="data.no_column",
             )
-            raise DataError(f"data.{recipe_key}: {message}", code="data.no_column")
         return requested
-    by_name = {name.lower(): name for name in columns}
-    candidates = [by_name[name] for name in usual_names if name in by_name] or columns_of_type
+    by_name = {name.lower(): name for name in reversed(columns)}
+    candidates = [by_name[name] for name in usual_names if name in by_name] or typed_columns
     if not candidates:
-        message = (
-            f"data.{recipe_key}: not set, and no column matches by name or type; set it to one of "
-            f"{known}"
+        indicators = ", set data.task=multilabel for columns of 0 and 1"
+        raise DataError(
+            f"data.{recipe_key}: not set, and no column is named {usual_names[0]!r}; rename a "
+            f"column{indicators if recipe_key == 'label_column' else ''}, or set the key to one "
+            f"of: {known}",
+            code="data.no_column",
         )
-        raise DataError(message, code="data.no_column")
     return candidates[0]
 
 
 def declared_class_names(schema: pa.Schema, label: str) -> list[str] | None:
     """Return the class names that the dataset declares, in its order; None if there are none."""
     feature = _huggingface_features(schema).get(label, {})
-    if isinstance(inner := feature.get("feature"), dict):  # the type of the elements of a list
+    if isinstance(inner := feature.get("feature"), dict):  # a list: take the type of its elements
         feature = inner
     if feature.get("_type") != "ClassLabel":
         return None

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from finetune.data.columns import find_columns_by_name
 from finetune.data.decode import open_dataset_file
 from finetune.data.split_names import SPLIT_ALIASES, sort_splits
 from finetune.errors import DataError, did_you_mean
 from finetune.formatting import format_bytes, pluralize, printable_path
 from finetune.log import warn_once
 
-__all__ = ["ClassNames", "find_labels_file", "read_csv"]
+__all__ = ["MAX_FILE_BYTES", "ClassNames", "find_labels_file", "read_csv"]
 
 _IMAGE_COLUMN_NAMES = (
     "path",
@@ -36,7 +37,7 @@ _IMAGE_COLUMN_NAMES = (
 )
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
 _LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
-_MAX_FILE_BYTES = 2**28  # enough for millions of lines
+MAX_FILE_BYTES = 2**28  # enough for millions of lines
 # pandas writes 0.0 and False
 _INDICATOR_VALUES = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
 _SEPARATOR_FRACTION = 0.05  # if | is in a larger share of the labels, it probably is a separator
@@ -74,12 +75,13 @@ def read_csv(
     """Read the paths and labels of images.
 
     Args:
-        file: UTF-8, with fields separated by commas, semicolons or tabs.
+        file: path of a UTF-8 file, with fields separated by commas, semicolons or tabs.
         columns: path column, and label column or columns; None to find them by usual names.
-        split: the split of all images; None to read the column `split`, with train as default.
+        split: split of all images; None to read the column `split`, or train without such a column.
         multilabel: allow any number of labels per image.
-    Returns: (path relative to the file's folder, label) of each image, by split, sorted; and the
-        names of the indicator columns, () unless there are several.
+    Returns: a dict from split to a sorted list with a pair (path relative to the file's folder,
+        class name or names) for each image; and the names of the label columns of 0 and 1, an empty
+        tuple unless there are several.
     Raises: DataError naming the line.
     """
     records = _parse_records(file, _read_text(file))
@@ -96,25 +98,26 @@ def read_csv(
     repeated = 0
     for line, fields in records:
         if len(fields) != len(header):
-            message = f"{pluralize(len(fields), 'field')}, but the header has {len(header)}; quote "
-            message += "fields that contain a separator"
+            message = (
+                f"{pluralize(len(fields), 'field')}, but the header has {len(header)}; quote "
+                "fields that contain a separator"
+            )
             raise _line_error(file, line, message, "data.wrong_format")
-        row = _ImageRow(
-            _normalize_image_path(file, line, folder, fields[image_column]),
-            _parse_label(file, line, header, fields, label_columns, multilabel=multilabel),
-            split or "train"
-            if split_column is None
-            else _parse_split(file, line, fields[split_column], split),
-            line,
-        )
-        if (first_row := rows.setdefault(row.path, row)) is not row:
-            if multilabel and len(label_columns) == 1 and row.label and first_row.label:
-                rows[row.path] = first_row = first_row._replace(
-                    label=_union_labels(row.label, first_row.label)
-                )
-                row = row._replace(label=first_row.label)
-            _check_duplicate_row(file, row, first_row)
-            repeated += not multilabel
+        path = _normalize_image_path(file, line, folder, fields[image_column])
+        label = _parse_label(file, line, header, fields, label_columns, multilabel=multilabel)
+        row_split = split or "train"
+        if split_column is not None:
+            row_split = _parse_split(file, line, fields[split_column], split)
+        row = _ImageRow(path, label, row_split, line)
+        first_row = rows.setdefault(path, row)
+        if first_row is row:
+            continue
+        if multilabel and len(label_columns) == 1 and label and first_row.label:
+            all_labels = tuple(sorted({*first_row.label, *label}))  # one line per label
+            row = row._replace(label=all_labels)
+            first_row = rows[path] = first_row._replace(label=all_labels)
+        _check_duplicate_row(file, row, first_row)
+        repeated += not multilabel
     if not rows:
         message = "has no rows below its header; add one line per image"
         raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
@@ -133,7 +136,10 @@ def read_csv(
 def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[ClassNames]) -> None:
     """Warn about class names that look like several joined by |, and about unused columns.
 
-    Raises: DataError for a single column of 0 and 1.
+    Args:
+        columns: names of the label columns.
+        labels: class name or names of each image.
+    Raises: DataError for a single column of 0 and 1 in a multi-label dataset.
     """
     with_separator = [label for label in labels if isinstance(label, str) and "|" in label]
     if len(with_separator) > len(labels) * _SEPARATOR_FRACTION:
@@ -142,16 +148,14 @@ def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[Clas
             f"{len(with_separator):,} of {pluralize(len(labels), 'image')} have such a label; set "
             "data.task=multilabel if | separates several labels"
         )
-    label_sets = [label for label in labels if not isinstance(label, str)]
+    label_sets = {label for label in labels if not isinstance(label, str)}
     if len(columns) > 1:
         if unused := sorted({*columns}.difference(*label_sets)):
             names = ", ".join(unused[:5])
             warn_once(f"{printable_path(file)}: columns without a 1 are ignored: {names}")
-    elif (
-        columns[0].lower() not in _LABEL_COLUMN_NAMES
-        and {*label_sets}
-        and {*label_sets} <= {(n,) for n in _INDICATOR_VALUES}
-    ):
+        return
+    is_indicator = label_sets and label_sets <= {(value,) for value in _INDICATOR_VALUES}
+    if is_indicator and columns[0].lower() not in _LABEL_COLUMN_NAMES:
         raise DataError(
             f"{printable_path(file)}: only one class, the column {columns[0]!r} of 0 and 1; add a "
             "column for another class, or set data.task=multiclass and "
@@ -178,9 +182,11 @@ def _parse_label(
             if text not in _INDICATOR_VALUES
         ]
         if wrong:
-            column, got = header[wrong[0]], fields[wrong[0]][:_MAX_SHOWN_CHARS]
-            message = f"column {column!r} holds {got!r}; expected 0 or 1 in each class column; if "
-            message += "one column holds the labels, name it with data.label_column"
+            message = (
+                f"column {header[wrong[0]]!r} holds {fields[wrong[0]][:_MAX_SHOWN_CHARS]!r}; "
+                "expected 0 or 1 in each class column; if one column holds the labels, name it "
+                "with data.label_column"
+            )
             raise _line_error(file, line, message, "data.wrong_labels")
         pairs = zip(label_columns, texts, strict=True)
         return tuple(sorted(header[place] for place, text in pairs if _INDICATOR_VALUES[text]))
@@ -200,10 +206,6 @@ def _parse_label(
     return tuple(sorted({*names}))
 
 
-def _union_labels(*labels: ClassNames) -> ClassNames:
-    return tuple(sorted({name for each in labels for name in each}))
-
-
 def _line_error(file: Path, line: int, message: str, code: str) -> DataError:
     return DataError(f"{printable_path(file)}: line {line}: {message}", code=code)
 
@@ -212,13 +214,13 @@ def _read_text(file: Path) -> str:
     """Read a text file. Raises: DataError if it is too large, or not text."""
     try:
         with open_dataset_file(file) as stream:
-            body = stream.read(_MAX_FILE_BYTES + 1)
+            body = stream.read(MAX_FILE_BYTES + 1)
     except DataError as error:
         raise DataError(
             f"{printable_path(file)}: {error}; check the path", code=error.code
         ) from None
-    if len(body) > _MAX_FILE_BYTES:
-        message = f"more than {format_bytes(_MAX_FILE_BYTES)}; convert it to parquet"
+    if len(body) > MAX_FILE_BYTES:
+        message = f"more than {format_bytes(MAX_FILE_BYTES)}; convert it to parquet"
         raise DataError(f"{printable_path(file)}: {message}", code="data.too_large")
     try:
         text, bad = body.decode("utf-8-sig"), body.find(b"\0")
@@ -245,60 +247,30 @@ def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise _line_error(file, reader.line_num, message, "data.wrong_format") from None
 
 
-def _find_column(
-    file: Path,
-    header: Sequence[str],
-    recipe_key: str,
-    requested: str | None,
-    usual_names: Sequence[str],
-) -> int:
-    """Find the index of a column: as requested, else by its usual names."""
-    known = ", ".join(header)[: 2 * _MAX_SHOWN_CHARS]
-    if requested is not None:
-        if requested not in header:
-            message = (
-                f"data.{recipe_key}: no column {requested!r}"
-                f"{did_you_mean(requested, header) or '.'} The columns are: {known}"
-            )
-            raise _line_error(file, 1, message, "data.no_column")
-        column = requested
-    else:
-        by_name = {name.lower(): name for name in reversed(header)}
-        column = next((by_name[name] for name in usual_names if name in by_name), "")
-        if not column:
-            flags = ", set data.task=multilabel for columns of 0 and 1"
-            flags = flags if recipe_key == "label_column" else ""
-            raise _line_error(
-                file,
-                1,
-                f"data.{recipe_key}: not set, and the header has no {usual_names[0]!r}; rename a "
-                f"column{flags}, or set the key to one of: {known}",
-                "data.no_column",
-            )
-    if header.count(column) > 1:
-        message = f"two columns are named {column!r}; rename one"
-        raise _line_error(file, 1, message, "data.ambiguous")
-    return header.index(column)
-
-
 def _find_columns(
     file: Path, header: Sequence[str], columns: ColumnNames, *, multilabel: bool
 ) -> tuple[int, int | None, list[int]]:
     """Find the indices of the path column, the split column or None, and the label columns."""
-    image_column = _find_column(file, header, "image_column", columns[0], _IMAGE_COLUMN_NAMES)
-    lowered, requested = [name.lower() for name in header], columns[1]
-    split_column = lowered.index("split") if "split" in lowered else None
-    if multilabel and requested is None and not {*lowered} & {*_LABEL_COLUMN_NAMES}:
-        requested = tuple(
-            name for n, name in enumerate(header) if n not in (image_column, split_column)
+    try:
+        image_name, label_names = find_columns_by_name(
+            header,
+            *columns,
+            usual_image_names=_IMAGE_COLUMN_NAMES,
+            usual_label_names=_LABEL_COLUMN_NAMES,
+            multilabel=multilabel,
         )
-    label_names: list[str | None] = (
-        [requested] if isinstance(requested, str) else [*(requested or (None,))]
+    except DataError as error:
+        raise _line_error(file, 1, str(error), error.code) from None
+    for name in (image_name, *label_names):
+        if header.count(name) > 1:
+            message = f"two columns are named {name!r}; rename one"
+            raise _line_error(file, 1, message, "data.ambiguous")
+    lowered = [name.lower() for name in header]
+    return (
+        header.index(image_name),
+        lowered.index("split") if "split" in lowered else None,
+        [header.index(name) for name in label_names],
     )
-    label_columns = [
-        _find_column(file, header, "label_column", one, _LABEL_COLUMN_NAMES) for one in label_names
-    ]
-    return image_column, split_column, label_columns
 
 
 def _parse_split(file: Path, line: int, text: str, expected_split: str | None) -> str:

@@ -50,7 +50,9 @@ def test_reads_images_and_labels(tmp_path: Path) -> None:
     assert source.description == "images of labels.csv"
 
 
-@pytest.mark.parametrize("column", csv_file._IMAGE_COLUMN_NAMES)
+@pytest.mark.parametrize(
+    "column", ["path", "image", "file_name", "filename", "file", "filepath", "image_path", "img"]
+)
 def test_detects_common_image_column_names(tmp_path: Path, column: str) -> None:
     header = f"id, {column.upper()} ,label"
     assert class_counts(
@@ -58,7 +60,7 @@ def test_detects_common_image_column_names(tmp_path: Path, column: str) -> None:
     ) == {"train": [1, 1]}
 
 
-@pytest.mark.parametrize("column", csv_file._LABEL_COLUMN_NAMES)
+@pytest.mark.parametrize("column", ["label", "labels", "class", "class_name", "target", "category"])
 def test_detects_common_label_column_names(tmp_path: Path, column: str) -> None:
     header = f"{column},file_name,id"
     assert class_counts(
@@ -188,7 +190,7 @@ def test_indicator_column_can_hold_two_classes(tmp_path: Path) -> None:
 
 
 def test_rejects_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_file, "_MAX_FILE_BYTES", 20)
+    monkeypatch.setattr(csv_file, "MAX_FILE_BYTES", 20)
     with refused("data.too_large", "20 B"):
         open_source(write_csv(tmp_path, HEADER, "img/0.png,a"))
 

@@ -40,6 +40,7 @@ def describe_imbalance(counts_K: NDArray[np.int64], class_names: Sequence[str]) 
 
     Args:
         counts_K: training images of each class.
+        class_names: K class names.
     Returns: a sentence, or "" if no class is rare.
     """
     rare, common = int(counts_K.argmin()), int(counts_K.argmax())
@@ -55,7 +56,13 @@ def describe_imbalance(counts_K: NDArray[np.int64], class_names: Sequence[str]) 
 def describe_class_draws(
     counts_K: NDArray[np.int64], draws_K: NDArray[np.int64], class_names: Sequence[str]
 ) -> str:
-    """Describe how often an epoch draws each image of the rarest and of the most common class."""
+    """Describe how often an epoch draws each image of the rarest and of the most common class.
+
+    Args:
+        counts_K: training images of each class.
+        draws_K: draws of each class in an epoch, see `compute_class_draws`.
+        class_names: K class names.
+    """
     present = np.flatnonzero(counts_K)
     rare, common = present[counts_K[present].argmin()], present[counts_K[present].argmax()]
     rare_rate, common_rate = (
@@ -75,7 +82,8 @@ def count_images_per_class(labels_N: NDArray[Any], num_classes: int) -> NDArray[
     """Return the number of images of each class, (K,).
 
     Args:
-        labels_N: class index of each image; or (N, K), 1 for each class of an image.
+        labels_N: class index of each image; multi-label: (N, K), 1 for each class of an image.
+        num_classes: K.
     """
     if labels_N.ndim == 2:
         return labels_N.sum(axis=0, dtype=np.int64)
@@ -83,7 +91,13 @@ def count_images_per_class(labels_N: NDArray[Any], num_classes: int) -> NDArray[
 
 
 def apportion(total: int, weights: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Divide an integer in proportion to weights, by the largest remainder method."""
+    """Divide an integer in proportion to weights, by the largest remainder method.
+
+    Args:
+        total: number to divide.
+        weights: non-negative weights, (P,).
+    Returns: P integers that sum to `total`.
+    """
     shares = weights * total / weights.sum()
     floors = np.floor(shares).astype(np.int64)
     floors[np.argsort(floors - shares, kind="stable")[: total - int(floors.sum())]] += 1
@@ -112,7 +126,8 @@ class ClassSampler:
 
     Args:
         labels_N: class index of each image.
-        kind: see `compute_class_draws`.
+        kind: rule for the number of draws per class, see `compute_class_draws`.
+        seed: seed of the orders in which images are drawn.
     """
 
     def __init__(self, labels_N: NDArray[np.int64], kind: ClassSamplingKind, seed: int) -> None:

@@ -18,14 +18,22 @@ def open_embedded(source: str, name: str, *, multilabel: bool) -> Source:
     The test split is every fifth image of each class, in scikit-learn's order. For digit_pairs,
     each image of a split is the left half of a pair once, and the right half of a pair once.
 
+    Args:
+        source: source string, for the message and as the name of the dataset.
+        name: "digits" or "digit_pairs".
+        multilabel: True for digit_pairs, whose images have several labels; False for digits.
+    Raises: DataError if `multilabel` does not match the dataset.
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
     from sklearn.datasets import load_digits
 
-    if multilabel is not (name == "digit_pairs"):
-        advice = "one label; use embedded:digit_pairs"
-        advice = advice if multilabel else "several labels; set data.task=multilabel"
-        raise DataError(f"{source}: its images have {advice}", code="data.wrong_labels")
+    if multilabel != (name == "digit_pairs"):
+        mismatch = (
+            "one label; use embedded:digit_pairs"
+            if multilabel
+            else "several labels; set data.task=multilabel"
+        )
+        raise DataError(f"{source}: its images have {mismatch}", code="data.wrong_labels")
     gray, labels = load_digits(return_X_y=True)
     pixels = np.rint(gray.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
     images = ArrayImages(np.repeat(pixels, 3, axis=3), "digits")

@@ -24,8 +24,8 @@ def open_data(section: DataSection, seed: int) -> Source:
     """Open the dataset of a recipe, with the splits and subsets used in training. Decodes no image.
 
     Args:
-        section: the recipe's `data` section.
-        seed: seed of the run, used if `split_seed` is not set.
+        section: `data` section of the recipe.
+        seed: seed of the run, used if `data.split_seed` is not set.
     Raises: DataError or HubError if the source cannot be opened or split, or if a multi-label split
         has no label at all.
     """
@@ -52,11 +52,12 @@ def resolve_data_section(
     """Return the data section and the seed for evaluating a model on `data`.
 
     Args:
-        model: the model argument as the user typed it, for the message.
+        model: model argument as the user typed it, for the message.
         recipe: recipe of the run if the model is a run directory, else None.
         data: source string; None for the dataset of the run.
-    Returns: for the dataset of the run, the run's data section and seed, which give the same splits
-        as in training; for another dataset, a section with the run's preprocessing, and seed 0.
+    Returns: the data section and the seed. For the dataset of the run, these are the run's own,
+        which give the same splits as in training; for another dataset, the section has only the
+        run's preprocessing, and the seed is 0.
     Raises: RecipeError if no data is given.
     """
     if recipe is not None and (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,13 @@ IMAGE_SUFFIXES = (
 
 
 class SymlinkChecker:
-    """Rejects symlinks from one class into another: their images would get a wrong label."""
+    """Rejects symlinks from one class into another: their images would get a wrong label.
+
+    Args:
+        class_folders: class folders of all splits; some may be symlinks themselves.
+        source: source string, for the message.
+    Raises: DataError for a class folder that is a link to another class.
+    """
 
     def __init__(self, class_folders: Iterable[Path], source: str) -> None:
         self._source = source
@@ -46,7 +52,7 @@ class SymlinkChecker:
             os.path.realpath(folder) for folder in folders if not folder.is_symlink()
         }
         self._parent_folders = {
-            str(up) for folder in self._class_folders for up in Path(folder).parents
+            str(parent) for folder in self._class_folders for parent in Path(folder).parents
         }
         for folder in folders:
             if folder.is_symlink():
@@ -61,13 +67,12 @@ class SymlinkChecker:
         Raises: DataError naming link and target.
         """
         target = os.path.realpath(link)
-        folders = {target, *(str(up) for up in Path(target).parents)}
+        folders = {target, *map(str, Path(target).parents)}
         # intersect from the smaller set: there may be thousands of class folders, and of links
-        others = folders & (
-            self._real_class_folders if class_folder is None else self._class_folders
-        )
-        if others and class_folder is not None:
-            others -= {os.path.realpath(class_folder)}
+        if class_folder is None:
+            others = folders & self._real_class_folders
+        else:
+            others = (folders & self._class_folders) - {os.path.realpath(class_folder)}
         if target in self._parent_folders or others:
             raise DataError(
                 f"{self._source}: the link {printable_path(link)} leads to "
@@ -79,14 +84,14 @@ class SymlinkChecker:
 
 def walk_images(
     folder: Path, ignored: Counter[str], symlink_checker: SymlinkChecker | None = None
-) -> Iterable[str]:
-    """List the image files below a folder; follow symlinks to folders, but visit none twice.
+) -> Iterator[str]:
+    """Yield the image files below a folder; follow symlinks to folders, but visit none twice.
 
     Args:
-        folder: the top folder; skips hidden files and folders.
+        folder: top folder; hidden files and folders in it are skipped.
         ignored: counter to which the names of files that are not images are added.
         symlink_checker: checker for each link; None to follow all links.
-    Returns: paths in no particular order. Images are recognized by suffix; no file is opened.
+    Yields: paths, in no particular order. Images are recognized by suffix; no file is opened.
     Raises: DataError for a folder that cannot be listed or a link that is rejected.
     """
     seen = set()
@@ -130,9 +135,11 @@ def _list_folder(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:  # its entries know their type without a stat each
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        message = f"{printable_path(folder)}: cannot be listed ({error.strerror}); "
-        message += "check its permissions and its disk"
-        raise DataError(message, code="data.unreadable") from None
+        raise DataError(
+            f"{printable_path(folder)}: cannot be listed ({error.strerror}); check its permissions "
+            "and its disk",
+            code="data.unreadable",
+        ) from None
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -143,7 +150,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
-    """Open a folder with split/class/images, class/images, or images listed in CSV files."""
+    """Open a folder with split/class/images, class/images, or images listed in CSV files.
+
+    Args:
+        source: source string, for messages and as the name of the dataset.
+        path: path of the folder; ~ is expanded.
+        multilabel: allow any number of labels per image, which only CSV files can give.
+    Raises: DataError if the folder has another layout, or a class or split without images.
+    """
     root = Path(path).expanduser().absolute()
     if not root.is_dir():
         message = f"{source}: not a folder; expected a folder with one folder per class"
@@ -238,21 +252,26 @@ def source_from_files(
     """Build a source from image files.
 
     Args:
-        images_by_split: (path relative to the root, class name or names) of each image, by split.
+        source: source string, for messages and as the name of the dataset.
+        root: folder to which the paths are relative.
+        images_by_split: dict from split to a pair (path, class name or names) for each image.
+        description: origin of the images, for users.
         indicator_columns: see `Source`.
+    Raises: DataError if there is no image, if no image has a label, or if class names differ only
+        in case, Unicode form or spaces.
     """
     labels = [label for files in images_by_split.values() for _, label in files]
     class_names = sorted(
         {name for label in labels for name in ([label] if isinstance(label, str) else label)}
     )
-    if not class_names and labels:
-        message = (
-            f"{source}: no image has a label; check the label column, or the columns of 0 and 1"
-        )
-        raise DataError(message, code="data.no_labels")
-    if not class_names:
+    if not labels:
         message = f"{source}: no images; expected {root}/CLASS/IMAGE.jpg"
         raise DataError(message, code="data.empty")
+    if not class_names:
+        raise DataError(
+            f"{source}: no image has a label; check the label column, or the columns of 0 and 1",
+            code="data.no_labels",
+        )
     check_distinct_class_names(class_names, source)
     class_to_index = {name: label for label, name in enumerate(class_names)}
     splits = {}

@@ -23,12 +23,15 @@ def encode_labels(
     """Encode label columns as class indices.
 
     Args:
-        columns: labels of each split, (N,).
-        declared: class names that the source declares for each split; None if it declares none.
-        row_numbers: source row of each label, (N,) per split, quoted in error messages; None if
-            rows and labels correspond one to one.
-    Returns: class indices by split, (N,) int64; and the class names: the declared ones in their
-        order, else the sorted unique labels. Drops a split whose labels are all -1 (withheld).
+        columns: dict from split to its labels, (N,).
+        declared: dict from split to the class names that the source declares; None for a split
+            without declared names.
+        row_numbers: dict from split to the source row of each label, (N,), for error messages; None
+            if rows and labels correspond one to one.
+    Returns: a dict from split to its class indices, (N,) int64, without a split whose labels are
+        all -1 (withheld); and the class names: the declared ones in their order, else the sorted
+        unique labels.
+    Raises: DataError for labels that are missing, of another type, or not declared.
     """
     names = next(iter(declared.values()))
     for split, other in declared.items():
@@ -68,8 +71,7 @@ def _to_label_array(column: pa.ChunkedArray, split: str, rows: np.ndarray) -> np
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if len(column) == 0:
-        message = f"split '{split}': no rows; add some or remove its file"
-        raise DataError(message, code="data.empty")
+        raise DataError(f"split '{split}': no rows; add some or remove its file", code="data.empty")
     if column.null_count:
         row = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
         raise DataError(
@@ -101,7 +103,7 @@ def _encode_by_sorted_value(
             "with the same type",
             code="data.split_mismatch",
         )
-    every = sorted(set().union(*(array.tolist() for array in arrays.values())))
+    labels = sorted(set().union(*(array.tolist() for array in arrays.values())))
     for split, array in arrays.items():
         wrong = np.flatnonzero(array < 0) if array.dtype.kind == "i" else np.arange(0)
         if len(wrong):
@@ -111,13 +113,14 @@ def _encode_by_sorted_value(
                 "these rows",
                 code="data.wrong_labels",
             )
-    check_distinct_class_names([str(label) for label in every], "the label column")
-    number = {label: index for index, label in enumerate(every)}
-    numbered = {
-        split: np.array([number[label] for label in array.tolist()], dtype=np.int64)
+    names = [str(label) for label in labels]
+    check_distinct_class_names(names, "the label column")
+    index_of = {label: index for index, label in enumerate(labels)}
+    indices = {
+        split: np.array([index_of[label] for label in array.tolist()], dtype=np.int64)
         for split, array in arrays.items()
     }
-    return numbered, [str(label) for label in every]
+    return indices, names
 
 
 def check_distinct_class_names(names: Iterable[str], location: str) -> None:
@@ -126,7 +129,8 @@ def check_distinct_class_names(names: Iterable[str], location: str) -> None:
     Such names usually mean the same class, and some file systems merge them.
 
     Args:
-        location: source or column that holds the names, named in the error message.
+        names: class names; the same name may occur twice.
+        location: source or column that holds the names, for the error message.
     Raises: DataError for two such names.
     """
     seen: dict[str, str] = {}

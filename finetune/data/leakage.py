@@ -14,7 +14,7 @@ from finetune.formatting import pluralize
 
 __all__ = ["find_train_leakage"]
 
-
+_SIZE_COLUMN = 2  # file size in a stat signature, see `stat_signatures`
 # Limit for hashing files of equal size: large datasets have many of them by chance.
 _MAX_COMPARED_BYTES = 2**28
 
@@ -25,44 +25,39 @@ def find_train_leakage(source: Source) -> list[str]:
     Checks only sources with one file per image, and hashes only files of equal size. Skips a split
     if these files exceed 256 MiB.
     """
-    train, lines = source.splits["train"], []
+    train, warnings = source.splits["train"], []
     for name in ("val", "test"):
         pairs = _find_equal_files(train, source.splits[name]) if name in source.splits else []
         if pairs:
             first, copy = train.name_of(pairs[0][0]), source.splits[name].name_of(pairs[0][1])
-            lines.append(
+            warnings.append(
                 f"split '{name}': {len(pairs)} of {pluralize(len(source.splits[name]), 'image')} "
                 f"are copies of training images (for example '{copy}' of '{first}'), so its "
                 "metrics are too high; remove the copies"
             )
-    return lines
+    return warnings
 
 
 def _find_equal_files(train: Split, other: Split) -> list[tuple[int, int]]:
     """Return pairs of (train index, other index) of identical files; [] above the byte limit."""
     if not (train.images.has_file_per_image and other.images.has_file_per_image):
         return []
-    rows = [train.image_rows, other.image_rows]
-    sizes = [
-        train.images.stat_signatures(rows[0])[:, 2],
-        other.images.stat_signatures(rows[1])[:, 2],
-    ]
-    equal_sizes = np.setdiff1d(np.intersect1d(sizes[0], sizes[1]), [0])
-    candidates = [np.flatnonzero(np.isin(values, equal_sizes)) for values in sizes]
-    if (
-        sum(values[indices].sum() for values, indices in zip(sizes, candidates, strict=True))
-        > _MAX_COMPARED_BYTES
-    ):
+    train_rows, other_rows = train.image_rows, other.image_rows
+    train_sizes = train.images.stat_signatures(train_rows)[:, _SIZE_COLUMN]
+    other_sizes = other.images.stat_signatures(other_rows)[:, _SIZE_COLUMN]
+    common_sizes = np.setdiff1d(np.intersect1d(train_sizes, other_sizes), [0])
+    train_indices = np.flatnonzero(np.isin(train_sizes, common_sizes))
+    other_indices = np.flatnonzero(np.isin(other_sizes, common_sizes))
+    if train_sizes[train_indices].sum() + other_sizes[other_indices].sum() > _MAX_COMPARED_BYTES:
         return []
-    index_of_digest = {
-        _image_digest(train.images, rows[0][position]): position
-        for position in candidates[0].tolist()
+    train_index_of = {
+        _image_digest(train.images, train_rows[index]): index for index in train_indices.tolist()
     }
-    pairs = (
-        (index_of_digest.get(_image_digest(other.images, rows[1][index])), index)
-        for index in candidates[1].tolist()
-    )
-    return [(first, position) for first, position in pairs if first is not None]
+    pairs = [
+        (train_index_of.get(_image_digest(other.images, other_rows[index])), index)
+        for index in other_indices.tolist()
+    ]
+    return [(train_index, index) for train_index, index in pairs if train_index is not None]
 
 
 def _image_digest(images: EncodedImages, row: int) -> bytes:

@@ -26,6 +26,11 @@ def indicator_matrix(
 ) -> IndicatorMatrix:
     """Return (N, K) uint8, 1 where an image has a class.
 
+    Args:
+        rows_M: image index of each label.
+        labels_M: class index of each label.
+        num_images: N.
+        num_classes: K.
     Raises: DataError if the matrix would be too large.
     """
     if num_images * num_classes > _MAX_ELEMENTS:
@@ -45,9 +50,9 @@ def encode_label_lists(
     """Encode columns of label lists as indicator matrices.
 
     Args:
-        columns: label lists of each split, (N,), with integers or strings; [] for no label.
+        columns: dict from split to label lists, (N,), of integers or strings; [] for no label.
         declared: declared class names of each split, see `encode_labels`.
-    Returns: indicator matrices, (N, K), by split; and the class names.
+    Returns: a dict from split to its indicator matrix, (N, K); and the class names.
     Raises: DataError for another type or an unknown class, naming split and row.
     """
     rows: dict[str, NDArray[np.int64]] = {}
@@ -92,13 +97,16 @@ def encode_indicator_columns(
     """Encode columns of 0 and 1, one per class, as indicator matrices.
 
     Args:
-        columns: booleans or numbers, (N,), by split and class.
-    Returns: indicator matrices, (N, K), by split.
+        columns: dict from split to a dict from class name to booleans or numbers, (N,).
+    Returns: a dict from split to its indicator matrix, (N, K).
     Raises: DataError for any other value, naming split, column and row.
     """
     return {
-        split: np.stack([_read_indicator_column(of[name], split, name) for name in of], axis=1)
-        for split, of in columns.items()
+        split: np.stack(
+            [_read_indicator_column(column, split, name) for name, column in by_class.items()],
+            axis=1,
+        )
+        for split, by_class in columns.items()
     }
 
 

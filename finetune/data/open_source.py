@@ -17,6 +17,8 @@ test metrics. A new kind of source needs an entry in finetune/source_kinds.py an
 `_open_by_kind`.
 """
 
+# K classes
+
 from __future__ import annotations
 
 import dataclasses
@@ -27,10 +29,7 @@ import numpy as np
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.csv_file import read_csv
 from finetune.data.embedded import open_embedded
-from finetune.data.image_folder import (
-    open_image_folder,
-    source_from_files,
-)
+from finetune.data.image_folder import open_image_folder, source_from_files
 from finetune.data.parquet import ColumnNames, read_hub, read_parquet
 from finetune.data.source import Source, Split
 from finetune.data.tar import read_tar
@@ -119,24 +118,20 @@ def _check_classes(source: Source) -> None:
     train = source.splits.get("train")
     if train is None:
         return
-    present = {
-        name: {
-            *np.flatnonzero(count_images_per_class(split.labels, len(source.class_names))).tolist()
-        }
-        for name, split in source.splits.items()
-    }
-    trained = present["train"]
-    for name in source.splits:
-        untrained = sorted(present[name] - trained)
+    num_classes = len(source.class_names)
+    in_train_K = count_images_per_class(train.labels, num_classes) > 0
+    for name, split in source.splits.items():
+        counts_K = count_images_per_class(split.labels, num_classes)
+        untrained = np.flatnonzero((counts_K > 0) & ~in_train_K).tolist()
         if untrained:
             names = ", ".join(source.class_names[label] for label in untrained[:5])
             count_text = pluralize(len(untrained), "class", "classes")
-            cause = f"{count_text} in '{name}' but not in 'train': {names}"
             raise DataError(
-                f"{source.name}: {cause}; add training images of them, or remove them",
+                f"{source.name}: {count_text} in '{name}' but not in 'train': {names}; add "
+                "training images of them, or remove them",
                 code="data.split_mismatch",
             )
-    missing = [name for label, name in enumerate(source.class_names) if label not in trained]
+    missing = [source.class_names[label] for label in np.flatnonzero(~in_train_K).tolist()]
     if missing:
         count_text = pluralize(len(missing), "declared class", "declared classes")
         warn_once(f"{source.name}: {count_text} without an image: {', '.join(missing[:5])}")

@@ -72,7 +72,11 @@ class DistributedBatchSampler:
         return self._draws_by_epoch[epoch]
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise RecipeError if a process would get less than one image (or pair) per step."""
+        """Raise RecipeError if a process would get less than one image (or pair) per step.
+
+        Args:
+            world_size: number of processes.
+        """
         if self.batch_size // self.group_size < world_size:
             raise RecipeError(
                 f"data.batch_size: {self.batch_size} is too small for {world_size} processes; "
@@ -101,12 +105,11 @@ class DistributedBatchSampler:
         num_micro_batches = min(
             -(-max_groups_per_rank // groups_per_micro_batch), num_groups // world_size
         )
+        num_parts = world_size * num_micro_batches
+        first_part = rank * num_micro_batches
         edges = [
-            num_groups
-            * (rank * num_micro_batches + i)
-            // (world_size * num_micro_batches)
-            * self.group_size
-            for i in range(num_micro_batches + 1)
+            num_groups * part // num_parts * self.group_size
+            for part in range(first_part, first_part + num_micro_batches + 1)
         ]
         if rank == world_size - 1:
             edges[-1] = self.batch_size

@@ -41,10 +41,15 @@ def merge_val(source: Source) -> Source:
             code="data.no_split",
         )
     train, val = splits["train"], splits.pop("val")
+    images: EncodedImages
+    if isinstance(train.images, StreamedImages) and isinstance(val.images, StreamedImages):
+        images = train.images.concat(val.images)
+    else:
+        images = ConcatImages(train.images, val.images)
     splits["train"] = dataclasses.replace(
         train,
         labels=np.concatenate([train.labels, val.labels]),
-        images=_concat_images(train.images, val.images),
+        images=images,
         rows=np.concatenate([train.image_rows, val.image_rows + len(train.images)]),
     )
     return dataclasses.replace(source, splits=splits)
@@ -93,7 +98,9 @@ def check_class_names(
     """Raise RecipeError for the first name that is not a class.
 
     Args:
-        key: the recipe key that names the classes, for the message.
+        class_names: names to check.
+        known: class names of the dataset.
+        key: recipe key that names the classes, for the message.
         source: name of the dataset, for the message.
     """
     for name in class_names:
@@ -119,8 +126,8 @@ def subsample(source: Source, split_name: str, num_images: int | None, seed: int
     """
     if num_images is None:
         return source
-    full_split, key = source.splits.get(split_name), f"data.num_{split_name}"
-    title = _SPLIT_TITLES[split_name]
+    full_split = source.splits.get(split_name)
+    key, title = f"data.num_{split_name}", _SPLIT_TITLES[split_name]
     if full_split is None:
         raise DataError(
             f"{key}: {source.name} has no {split_name} split to take {num_images} images from; "
@@ -180,7 +187,14 @@ def _draw_per_class(
     num_wanted: np.ndarray,
     entropy: list[int],
 ) -> Split:
-    """Draw a random subset with at most `num_wanted` images per class; PCG64 takes `entropy`."""
+    """Draw a random subset of a split with a maximum number of images per class.
+
+    Args:
+        labels: class of each image, (N,).
+        classes: classes to draw from.
+        num_wanted: maximum images of each of these classes.
+        entropy: seeds of PCG64.
+    """
     draws = np.random.PCG64(entropy).random_raw(len(split))
     chosen = [
         members[np.argsort(draws[members], kind="stable")][:count]
@@ -265,9 +279,3 @@ def _warn_scattered_validation(name: str, val: Split, images: StreamedImages) ->
             f"{total} row groups, which the first evaluation reads; to read less, set "
             "data.val_fraction=0, or use a dataset that has a validation split"
         )
-
-
-def _concat_images(first: EncodedImages, second: EncodedImages) -> EncodedImages:
-    if isinstance(first, StreamedImages) and isinstance(second, StreamedImages):
-        return first.concat(second)
-    return ConcatImages(first, second)

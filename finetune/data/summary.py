@@ -26,25 +26,22 @@ def summarize_source(source: Source) -> dict[str, Any]:
     for name, split in source.splits.items():
         sizes, unreadable = sample_image_sizes(split, 64)
         counts = count_images_per_class(split.labels, len(source.class_names))
-        splits[name] = {
-            "images": len(split),
-            "per_class": counts.tolist(),
-            **(
-                {"without_label": int((split.labels.sum(axis=1) == 0).sum())}
-                if split.is_multilabel
-                else {}
-            ),
-            "sampled": len(sizes) + unreadable,
-            "unreadable_in_sample": unreadable,
-            "min_size": np.min(sizes, axis=0).tolist() if sizes else None,
-            "max_size": np.max(sizes, axis=0).tolist() if sizes else None,
-        }
+        split_summary: dict[str, Any] = {"images": len(split), "per_class": counts.tolist()}
+        if split.is_multilabel:
+            split_summary["without_label"] = int((split.labels.sum(axis=1) == 0).sum())
+        split_summary["sampled"] = len(sizes) + unreadable
+        split_summary["unreadable_in_sample"] = unreadable
+        split_summary["min_size"] = np.min(sizes, axis=0).tolist() if sizes else None
+        split_summary["max_size"] = np.max(sizes, axis=0).tolist() if sizes else None
+        splits[name] = split_summary
     train = np.array(splits.get("train", {}).get("per_class", [0]))
     rare = describe_imbalance(train, source.class_names)
-    return {
+    summary: dict[str, Any] = {
         "name": source.name,
         "description": source.description,
         "class_names": source.class_names,
         "splits": splits,
-        **({"imbalance": rare} if rare else {}),
     }
+    if rare:
+        summary["imbalance"] = rare
+    return summary

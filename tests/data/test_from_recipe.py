@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 from small_datasets import write_file, write_image_folder, write_parquet
 
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
@@ -54,8 +53,6 @@ def test_selects_some_classes_and_images() -> None:
     without_num_val = open_data(DataSection(**{**keys, "num_val": None}), 0).splits
     assert names(without_num_val["train"]) == names(by_run_seed[0].splits["train"])
     assert set(names(by_run_seed[0].splits["val"])) < set(names(without_num_val["val"]))
-    with refused("data.no_split", "data.num_val"):
-        open_data(DataSection(**keys, val_fraction=0), 0)
 
 
 def test_merge_val_trains_on_the_validation_split(tmp_path: Path) -> None:
@@ -68,8 +65,6 @@ def test_merge_val_trains_on_the_validation_split(tmp_path: Path) -> None:
     } == {"train": 20}
     splits = open_data(DataSection(**keys, val_fraction=0.2), 0).splits
     assert {name: len(split) for name, split in splits.items()} == {"train": 16, "val": 4}
-    with refused("data.no_split", "data.merge_val"):
-        open_data(DataSection(source="embedded:digits", merge_val=True), 0)
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet", "streaming"])

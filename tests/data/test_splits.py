@@ -192,13 +192,11 @@ def test_merge_val(tmp_path: Path) -> None:
     (merged,) = merge_val(reordered).splits.values()
     assert merged.name == "train"
     assert merged.labels.tolist() == [*train.labels.tolist(), 1, 0]
-    for position, (split, index) in enumerate([(train, 0), (train, 6), (val, 0), (val, 1)]):
-        merged_index = [0, 6, 7, 8][position]
+    for merged_index, split, index in [(0, train, 0), (6, train, 6), (7, val, 0), (8, val, 1)]:
         assert merged.name_of(merged_index) == split.name_of(index)
         assert np.array_equal(merged.decode(merged_index), split.decode(index))
-        assert merged.images.read_bytes(merged._image_row(merged_index)) == split.images.read_bytes(
-            split._image_row(index)
-        )
+        merged_row, row = merged.image_rows[merged_index], split.image_rows[index]
+        assert merged.images.read_bytes(merged_row) == split.images.read_bytes(row)
     assert len(merged.fingerprint) == 64
     with refused("data.no_split", "data.merge_val"):
         merge_val(open_source("embedded:digits"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -97,40 +97,47 @@ def read_csv(
     rows: dict[str, _ImageRow] = {}
     repeated = 0
     for line, fields in records:
-        if len(fields) != len(header):
-            message = (
-                f"{pluralize(len(fields), 'field')}, but the header has {len(header)}; quote "
-                "fields that contain a separator"
-            )
-            raise _line_error(file, line, message, "data.wrong_format")
-        path = _normalize_image_path(file, line, folder, fields[image_column])
-        label = _parse_label(file, line, header, fields, label_columns, multilabel=multilabel)
-        row_split = split or "train"
-        if split_column is not None:
-            row_split = _parse_split(file, line, fields[split_column], split)
-        row = _ImageRow(path, label, row_split, line)
-        first_row = rows.setdefault(path, row)
-        if first_row is row:
-            continue
-        if multilabel and len(label_columns) == 1 and label and first_row.label:
-            all_labels = tuple(sorted({*first_row.label, *label}))  # one line per label
-            row = row._replace(label=all_labels)
-            first_row = rows[path] = first_row._replace(label=all_labels)
-        _check_duplicate_row(file, row, first_row)
-        repeated += not multilabel
+        try:
+            if len(fields) != len(header):
+                raise DataError(
+                    f"{pluralize(len(fields), 'field')}, but the header has {len(header)}; quote "
+                    "fields that contain a separator",
+                    code="data.wrong_format",
+                )
+            values = dict(zip(header, fields, strict=True))
+            path = _normalize_image_path(values[image_column], folder)
+            label: ClassNames
+            if len(label_columns) > 1:
+                label = _parse_indicators({name: values[name].strip() for name in label_columns})
+            else:
+                label = _parse_label(values[label_columns[0]].strip(), multilabel=multilabel)
+            row_split = split or "train"
+            if split_column is not None:
+                row_split = _parse_split(values[split_column], split)
+            row = _ImageRow(path, label, row_split, line)
+            first_row = rows.setdefault(path, row)
+            if first_row is row:
+                continue
+            if multilabel and len(label_columns) == 1 and label and first_row.label:
+                all_labels = tuple(sorted({*first_row.label, *label}))  # one line per label
+                row = row._replace(label=all_labels)
+                first_row = rows[path] = first_row._replace(label=all_labels)
+            _check_duplicate_row(row, first_row)
+            repeated += not multilabel
+        except DataError as error:
+            raise _line_error(file, line, str(error), error.code) from None
     if not rows:
         message = "has no rows below its header; add one line per image"
         raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
     _check_files_exist(file, list(rows.values()))
-    names = tuple(header[column] for column in label_columns)
-    _check_label_usage(file, names, [row.label for row in rows.values()])
+    _check_label_usage(file, label_columns, [row.label for row in rows.values()])
     if repeated:
         lines = pluralize(repeated, "repeated line")
         warn_once(f"{printable_path(file)}: {lines} ignored; each image counts once")
     found: dict[str, list[tuple[str, ClassNames]]] = {}
     for row in sorted(rows.values()):
         found.setdefault(row.split, []).append((row.path, row.label))
-    return sort_splits(found), names if len(names) > 1 else ()
+    return sort_splits(found), tuple(label_columns) if len(label_columns) > 1 else ()
 
 
 def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[ClassNames]) -> None:
@@ -164,45 +171,39 @@ def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[Clas
         )
 
 
-def _parse_label(
-    file: Path,
-    line: int,
-    header: Sequence[str],
-    fields: Sequence[str],
-    label_columns: Sequence[int],
-    *,
-    multilabel: bool,
-) -> ClassNames:
-    """Parse the label of a line, or all its labels. Raises: DataError for an invalid label."""
-    texts = [fields[place].strip() for place in label_columns]
-    if len(label_columns) > 1:
-        wrong = [
-            place
-            for place, text in zip(label_columns, texts, strict=True)
-            if text not in _INDICATOR_VALUES
-        ]
-        if wrong:
-            message = (
-                f"column {header[wrong[0]]!r} holds {fields[wrong[0]][:_MAX_SHOWN_CHARS]!r}; "
-                "expected 0 or 1 in each class column; if one column holds the labels, name it "
-                "with data.label_column"
+def _parse_indicators(texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Parse the columns of 0 and 1 of a line.
+
+    Args:
+        texts: dict from class name to the text of its column.
+    Returns: the names of the classes with a 1, sorted.
+    Raises: DataError for another value.
+    """
+    for name, text in texts.items():
+        if text not in _INDICATOR_VALUES:
+            raise DataError(
+                f"column {name!r} holds {text[:_MAX_SHOWN_CHARS]!r}; expected 0 or 1 in each class "
+                "column; if one column holds the labels, name it with data.label_column",
+                code="data.wrong_labels",
             )
-            raise _line_error(file, line, message, "data.wrong_labels")
-        pairs = zip(label_columns, texts, strict=True)
-        return tuple(sorted(header[place] for place, text in pairs if _INDICATOR_VALUES[text]))
-    (text,) = texts
+    return tuple(sorted(name for name, text in texts.items() if _INDICATOR_VALUES[text]))
+
+
+def _parse_label(text: str, *, multilabel: bool) -> ClassNames:
+    """Parse the class name of an image, or its class names. Raises: DataError if one is missing."""
     if not text:
         none = ", write [] for an image without labels" if multilabel else ""
-        message = f"the label is missing; fill it{none} or remove the line"
-        raise _line_error(file, line, message, "data.no_labels")
+        raise DataError(
+            f"the label is missing; fill it{none} or remove the line", code="data.no_labels"
+        )
     if not multilabel:
         return text
     names = () if text == "[]" else tuple(name.strip() for name in text.split("|"))
     if not all(names):
-        message = (
-            f"the labels {text[:_MAX_SHOWN_CHARS]!r} contain an empty name; write them as cat|dog"
+        raise DataError(
+            f"the labels {text[:_MAX_SHOWN_CHARS]!r} contain an empty name; write them as cat|dog",
+            code="data.wrong_labels",
         )
-        raise _line_error(file, line, message, "data.wrong_labels")
     return tuple(sorted({*names}))
 
 
@@ -249,10 +250,10 @@ def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _find_columns(
     file: Path, header: Sequence[str], columns: ColumnNames, *, multilabel: bool
-) -> tuple[int, int | None, list[int]]:
-    """Find the indices of the path column, the split column or None, and the label columns."""
+) -> tuple[str, str | None, list[str]]:
+    """Find the names of the path column, the split column or None, and the label columns."""
     try:
-        image_name, label_names = find_columns_by_name(
+        image_column, label_columns = find_columns_by_name(
             header,
             *columns,
             usual_image_names=_IMAGE_COLUMN_NAMES,
@@ -261,70 +262,68 @@ def _find_columns(
         )
     except DataError as error:
         raise _line_error(file, 1, str(error), error.code) from None
-    for name in (image_name, *label_names):
-        if header.count(name) > 1:
+    split_column = next((name for name in header if name.lower() == "split"), None)
+    for name in (image_column, *label_columns, split_column):
+        if name is not None and header.count(name) > 1:
             message = f"two columns are named {name!r}; rename one"
             raise _line_error(file, 1, message, "data.ambiguous")
-    lowered = [name.lower() for name in header]
-    return (
-        header.index(image_name),
-        lowered.index("split") if "split" in lowered else None,
-        [header.index(name) for name in label_names],
-    )
+    return image_column, split_column, label_columns
 
 
-def _parse_split(file: Path, line: int, text: str, expected_split: str | None) -> str:
+def _parse_split(text: str, expected_split: str | None) -> str:
     """Parse the split of a line. Raises: DataError if it is unknown or not `expected_split`."""
     split = SPLIT_ALIASES.get(text.strip().lower())
     if split is None or expected_split not in (None, split):
         expected = expected_split or "train, val (or validation) or test"
-        message = f"split {text[:_MAX_SHOWN_CHARS]!r}; expected {expected}"
-        raise _line_error(file, line, message, "data.no_split")
+        raise DataError(
+            f"split {text[:_MAX_SHOWN_CHARS]!r}; expected {expected}", code="data.no_split"
+        )
     return split
 
 
-def _normalize_image_path(file: Path, line: int, folder: str, path: str) -> str:
+def _normalize_image_path(path: str, folder: str) -> str:
     """Normalize an image path relative to the CSV file's folder.
 
     Args:
+        path: path as written in the file, relative to the folder or absolute.
         folder: absolute path of the CSV file's folder, with a trailing slash.
     Raises: DataError if the path is empty or leads outside the folder.
     """
     if not path:
-        message = "the path is missing; fill it or remove the line"
-        raise _line_error(file, line, message, "data.no_image")
+        raise DataError("the path is missing; fill it or remove the line", code="data.no_image")
     if "://" in path:
-        message = f"{path[:_MAX_SHOWN_CHARS]!r} is a URL; download the images and write their paths"
-        raise _line_error(file, line, message, "data.no_image")
+        raise DataError(
+            f"{path[:_MAX_SHOWN_CHARS]!r} is a URL; download the images and write their paths",
+            code="data.no_image",
+        )
     full_path = os.path.normpath(os.path.join(folder, path))
     if not full_path.startswith(folder):
-        raise _line_error(
-            file,
-            line,
+        raise DataError(
             f"the path {path[:_MAX_SHOWN_CHARS]!r} leads outside {printable_path(folder)}; put the "
             "CSV file above the images, or a symlink to them next to it",
-            "data.unsafe",
+            code="data.unsafe",
         )
     return full_path[len(folder) :]
 
 
-def _check_duplicate_row(file: Path, row: _ImageRow, other: _ImageRow) -> None:
+def _check_duplicate_row(row: _ImageRow, other: _ImageRow) -> None:
     """Raise a DataError if an image has two labels or is in two splits."""
-    name = row.path[:_MAX_SHOWN_CHARS]
+    path = row.path[:_MAX_SHOWN_CHARS]
     if row.label != other.label:
         this, that = (
-            one.label if isinstance(one.label, str) else "|".join(one.label) or "[]"
+            (one.label if isinstance(one.label, str) else "|".join(one.label) or "[]")
             for one in (row, other)
         )
-        both = (
-            f"{this[:_MAX_SHOWN_CHARS]!r} here, but {that[:_MAX_SHOWN_CHARS]!r} in line "
-            f"{other.line}"
+        raise DataError(
+            f"{path!r} has the label {this[:_MAX_SHOWN_CHARS]!r} here, but "
+            f"{that[:_MAX_SHOWN_CHARS]!r} in line {other.line}; keep one",
+            code="data.wrong_labels",
         )
-        message = f"{name!r} has the label {both}; keep one"
-        raise _line_error(file, row.line, message, "data.wrong_labels")
     if row.split != other.split:
-        message = f"{name!r} is in {row.split}, but in {other.split} in line {other.line}; keep one"
-        raise _line_error(file, row.line, message, "data.ambiguous")
+        raise DataError(
+            f"{path!r} is in {row.split}, but in {other.split} in line {other.line}; keep one",
+            code="data.ambiguous",
+        )
 
 
 def _check_files_exist(file: Path, rows: Sequence[_ImageRow]) -> None:

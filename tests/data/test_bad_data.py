@@ -135,9 +135,6 @@ SOURCES = {
     ),
     "parquet without a path": BadInput("data info parquet", "data.wrong_source", "hub:owner/name"),
     "hub without a name": BadInput("data info hub:", "data.wrong_source", "'hub:'"),
-    "a hub name with an empty revision": BadInput(
-        "data info hub:a/b@", "data.wrong_source", "hub:owner/name"
-    ),
     "an unknown embedded dataset": BadInput(
         "data info embedded:digit", "data.wrong_source", "'digits'"
     ),
@@ -252,6 +249,9 @@ CSV_FILES = {
     "no path column": csv_lines("data.no_column", "data.image_column", "name,label", "1.png,a"),
     "no label column": csv_lines("data.no_column", "data.label_column", "path,x", "1.png,a"),
     "two label columns": csv_lines("data.ambiguous", "'label'", "path,label,label", "1.png,a,b"),
+    "two split columns": csv_lines(
+        "data.ambiguous", "'split'", "path,label,split,split", "1.png,a,train,test"
+    ),
     "a missing label": csv_lines("data.no_labels", "line 3", CSV_HEADER, "1.png,a", "2.png, "),
     "a missing path": csv_lines("data.no_image", "line 2", CSV_HEADER, ",a"),
     "a missing file": csv_lines("data.not_found", "line 3", CSV_HEADER, "1.png,a", "3.png,b"),
@@ -308,20 +308,6 @@ CSV_FILES = {
     ),
 }
 TABLES = {
-    "no such file": BadInput(
-        "data info parquet:tt.parquet", "data.not_found", "'t.parquet'", {"t.parquet": b""}
-    ),
-    "two datasets in a folder": BadInput(
-        "data info parquet:d",
-        "data.ambiguous",
-        "parquet:d",
-        {
-            f"d/{name}/t.parquet": lambda path: write_parquet(path, [0, 1])
-            for name in ("one", "two")
-        },
-    ),
-    "zero bytes": parquet_file(b""),
-    "plain text": parquet_file(b"label,image\n0,a.png\n"),
     "a pipe": parquet_file(os.mkfifo, code="data.empty"),
     "a folder with that name": parquet_file(Path.mkdir, code="data.empty"),
     "truncated in the middle": parquet_file(truncated_parquet(0.5)),

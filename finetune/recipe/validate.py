@@ -47,8 +47,9 @@ _TYPE_NAMES = {
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section class of a field, also for lists of sections; None for a plain value."""
-    # of Section | None and tuple[Section, ...], take Section
-    kind = (*get_args(field.annotation), field.annotation)[0]
+    kind: Any = field.annotation
+    while arguments := get_args(kind):  # tuple[Section, ...] | None: take Section
+        kind = arguments[0]
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

@@ -214,7 +214,6 @@ def test_bad_options(bad: BadInput) -> None:
     check_bad_input(bad)
 
 
-@pytest.mark.xfail(strict=True, reason="recipe/validate.py takes claims of a plan for a value")
 def test_a_claim_without_a_metric_is_refused() -> None:
     text = PLAN.replace("}", ", claims: [{value: 1}]}")
     files = {"plan.yaml": text}

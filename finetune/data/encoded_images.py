@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class EncodedImages(Protocol):
-    """Protocol for encoded images in a fixed order: cheap to pickle, and thread-safe to read.
+    """Protocol for encoded images in a fixed order; several threads may read them.
 
     `decode` takes the arguments `decode_size` and `buffer` of `decode_image`.
 
@@ -99,7 +99,7 @@ class TableChunk:
 
 
 class TableImages:
-    """Encoded images in Arrow tables. Pickling includes the function that loads them, no images.
+    """Encoded images in Arrow tables.
 
     Args:
         load_chunks: function that reads the tables.
@@ -116,33 +116,19 @@ class TableImages:
         files: Iterable[Path] = (),
         column: str = "",
     ) -> None:
-        self._load_chunks = load_chunks
         self._files = [os.fspath(file) for file in files]
         self._stat_signatures = stat_signatures(self._files)  # taken before the files are read
         self.origin = "\n".join([column, *self._files])
-        self._chunks: list[TableChunk] | None = None
-        self._starts: list[int] = []
-        self._loaded_chunks()
-
-    def _loaded_chunks(self) -> list[TableChunk]:
-        if self._chunks is None:
-            chunks = self._load_chunks()
-            lengths = (len(chunk.encoded_images) for chunk in chunks)
-            self._starts = list(itertools.accumulate(lengths, initial=0))
-            self._chunks = chunks  # set last: other threads read without a lock once it is set
-        return self._chunks
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_chunks": None, "_starts": []}
+        self._chunks = load_chunks()
+        lengths = (len(chunk.encoded_images) for chunk in self._chunks)
+        self._starts = list(itertools.accumulate(lengths, initial=0))
 
     def __len__(self) -> int:
-        self._loaded_chunks()
         return self._starts[-1]
 
     def _locate_row(self, row: int) -> tuple[TableChunk, int]:
-        chunks = self._loaded_chunks()
         number = bisect.bisect_right(self._starts, row) - 1
-        return chunks[number], row - self._starts[number]
+        return self._chunks[number], row - self._starts[number]
 
     def read_bytes(self, row: int) -> bytes:
         """Return the encoded image of a row. Raises: DataError if the row has no image."""
@@ -178,7 +164,7 @@ class TableImages:
 
     def encoded_sizes(self) -> np.ndarray:
         """Return the size of each encoded image in bytes, (N,) int64."""
-        return np.concatenate([_encoded_sizes(chunk) for chunk in self._loaded_chunks()])
+        return np.concatenate([_encoded_sizes(chunk) for chunk in self._chunks])
 
     def stat_signatures(self, rows: np.ndarray) -> np.ndarray:
         """Return the `stat_signatures` of the tables and of image files of these rows, (F, 5)."""
@@ -186,7 +172,7 @@ class TableImages:
         # a table file that changed after it was read differs from the images in memory: unsettled
         tables[np.any(stat_signatures(self._files) != tables, axis=1), 0] = -1
         files = []
-        if any(chunk.encoded_images.null_count for chunk in self._loaded_chunks()):
+        if any(chunk.encoded_images.null_count for chunk in self._chunks):
             for row in rows.tolist():
                 chunk, offset = self._locate_row(row)
                 if not chunk.encoded_images[offset].is_valid and (path := chunk.path_at(offset)):
@@ -209,7 +195,7 @@ def _encoded_sizes(chunk: TableChunk) -> np.ndarray:
 
 
 class FileImages:
-    """Image files below a folder. The paths are bytes in one Arrow array, which pickles fast."""
+    """Image files below a folder. The paths are bytes in one Arrow array."""
 
     has_file_per_image = True
     is_streamed = False

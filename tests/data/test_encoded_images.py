@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,7 +44,6 @@ def test_unusual_file_names(tmp_path: Path) -> None:
     assert np.array_equal(train.decode(2), decode_image(random_png(7)))
     assert train.name_of(2) == "na\\xefve/\\xff.png"
     assert len(train.fingerprint) == 64
-    assert np.array_equal(pickle.loads(pickle.dumps(train)).decode(2), decode_image(random_png(7)))
 
 
 def test_table_rows_may_name_files_or_lack_images(tmp_path: Path) -> None:
@@ -147,37 +145,19 @@ def decode_in_worker(split: Split, index: int) -> np.ndarray:
     return split.decode(index)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "folder", "digits"])
-def test_splits_are_cheap_to_pickle(tmp_path: Path, kind: str) -> None:
-    if kind == "digits":
-        split = open_source("embedded:digits").splits["train"]
-    elif kind == "folder":
-        split = open_source(write_image_folder(tmp_path, {"a": 2, "b": 2})).splits["train"]
-    else:
-        images = [{"bytes": os.urandom(100_000), "path": None} for _ in range(3)]
-        images.append({"bytes": random_png(1), "path": None})
-        write_parquet(tmp_path / "a.parquet", [0, 1, 1, 0], images=images)
-        split = open_source(f"parquet:{tmp_path}").splits["train"]
-    data = pickle.dumps(split)
-    assert len(data) < (500_000 if kind == "digits" else 3_000)
-    assert np.array_equal(pickle.loads(data).decode(3), split.decode(3))
-
-
 def test_decodes_splits_in_other_processes(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [0, 1, 1, 0])
     split = open_source(f"parquet:{tmp_path}").splits["train"]
-    for method in ("fork", "spawn"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            image = pool.apply(decode_in_worker, (split, 2))
-        assert np.array_equal(image, split.decode(2)), method
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        image = pool.apply(decode_in_worker, (split, 2))
+    assert np.array_equal(image, split.decode(2))
 
 
 def test_decodes_splits_in_threads(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [0, 1] * 20)
     split = open_source(f"parquet:{tmp_path}").splits["train"]
-    fresh = pickle.loads(pickle.dumps(split))  # not opened yet: the threads race to open it
     with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(fresh.decode, list(range(40)) * 5))
+        images = list(pool.map(split.decode, list(range(40)) * 5))
     assert len(images) == 200
     for number, image in enumerate(images):
         assert np.array_equal(image, decode_image(random_png(number % 40)))

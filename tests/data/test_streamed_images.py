@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,10 +112,7 @@ class TestReading:
         split = open_source(f"hub:{REPO_NAME}", streaming=True).splits["train"]
         with ThreadPoolExecutor(8) as pool:
             images = list(pool.map(split.decode, range(40)))
-        unpickled = pickle.loads(pickle.dumps(split))
-        # only the footers, whose statistics hold the first and last image of each row group
-        assert len(pickle.dumps(split)) < sum(map(len, FILES.values()))
-        assert all((unpickled.decode(index) == images[index]).all() for index in range(40))
+        assert all((split.decode(index) == images[index]).all() for index in range(40))
         lock = split.images._lock  # type: ignore[attr-defined]
         lock.acquire()  # as if another thread held it
         child = os.fork()

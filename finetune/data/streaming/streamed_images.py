@@ -120,12 +120,6 @@ class StreamedImages:
             self._process_id = os.getpid()
         return self._lock, self._recent
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"shards": self._shards, "column": self._column}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
     def __len__(self) -> int:
         return int(self.group_starts[-1])
 

@@ -31,7 +31,7 @@ from finetune.precision import accelerator_precision, autocast_dtype
 from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter
 from finetune.run.directory import RunDir
-from finetune.training.accelerator import is_sharded
+from finetune.training.accelerator import is_sharded, run_on_main
 from finetune.training.delayed_scalars import DelayedScalars
 from finetune.training.distillation import Distillation
 from finetune.training.early_stopping import Counters
@@ -405,11 +405,15 @@ class TrainerState:
                 code="checkpoint.damaged",
             ) from error
         best = self.counters.best_step
-        if best is not None and (problem := self.run.verify_checkpoint(best)) is not None:
+        if best is not None and (problem := self._verify_checkpoint(best)) is not None:
             logger.warning(f"the best checkpoint is damaged; searching for a new best: {problem}")
             self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
+
+    def _verify_checkpoint(self, step: int) -> str | None:
+        """Read a checkpoint on rank 0. Returns: its problem on every rank; None if it is intact."""
+        return run_on_main(self.accelerator, lambda: self.run.verify_checkpoint(step))
 
     def load_best_weights(self) -> tuple[int, dict[str, Tensor]]:
         """Load the best weights into `eval_model`, and merge an adapter.
@@ -419,9 +423,10 @@ class TrainerState:
         """
         self.wait_for_checkpoint()
         step = self.counters.best_step or self.counters.step
-        if (problem := self.run.verify_checkpoint(step)) is not None:
+        if (problem := self._verify_checkpoint(step)) is not None:
             logger.warning(f"the best checkpoint is damaged; using the newest: {problem}")
-            step = self.run.newest_intact_step() or self.counters.step
+            newest = run_on_main(self.accelerator, self.run.newest_intact_step)
+            step = newest or self.counters.step
         weights = {
             **self._frozen_weights,
             **checkpoint.read_eval_weights(self.run.checkpoint_folder(step)),

@@ -245,8 +245,8 @@ def _check_image_counts(
     if rare_classes:
         examples = ", ".join(f"'{source.class_names[k]}' has {counts[k]}" for k in rare_classes[:5])
         raise DataError(
-            f"{source.name}: {max(shots)} shots need as many images of each class in train, but "
-            f"{len(rare_classes)} of {len(counts)} classes have fewer: {examples}"
+            f"{source.name}: --shots {max(shots)} needs at least that many images of each class in "
+            f"train, but {len(rare_classes)} of {len(counts)} classes have fewer: {examples}"
             f"{'…' if rare_classes[5:] else ''}; use fewer --shots, or add images",
             code="data.too_few_images",
         )

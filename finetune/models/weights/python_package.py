@@ -120,8 +120,9 @@ def get_package(name: str) -> WeightsPackage:
             did_you_mean(package, WEIGHTS_PACKAGES) or f"; available: {', '.join(WEIGHTS_PACKAGES)}"
         )
         raise WeightsError(
-            f"{name[:200]!r}: not a supported weights package{hint}; for any other package, give "
-            f"the weights file, with model.args.architecture and model.rename",
+            f"{name[:200]!r}: not a supported weights package{hint}; to use its weights anyway, "
+            "set model.name to the path of the weights file, model.args.architecture and "
+            "model.rename",
             code="weights.unknown_name",
         )
     return WEIGHTS_PACKAGES[package]

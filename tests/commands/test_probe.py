@@ -201,7 +201,7 @@ def test_unsuitable_data_is_refused_before_computing_features(
     train_and_test = write_image_folder(
         tmp_path / "one", {"test/cat": 1, "test/dog": 1, "test/elk": 1}
     )
-    with refused("data.too_few_images", "5 shots", "1 of 3 classes", "'dog' has 3", "--shots"):
+    with refused("data.too_few_images", "--shots 5", "1 of 3 classes", "'dog' has 3", "--shots"):
         probe_model(model, data=train_and_test, shots=[1, 5])
 
 

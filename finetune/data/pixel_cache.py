@@ -16,6 +16,7 @@ decoded again, and the next run writes a new file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -43,7 +44,7 @@ from finetune.data.pixel_file import (
     write_pixel_table,
 )
 from finetune.data.source import Split
-from finetune.errors import DataError
+from finetune.errors import DataError, SetupError
 from finetune.formatting import format_bytes
 from finetune.log import logger, warn_once
 from finetune.ranks import is_local_main_process
@@ -138,7 +139,8 @@ def decode_to_memory(split: Split, options: DecodeOptions, *, num_bytes: int) ->
 
     Args:
         num_bytes: expected size of the decoded images.
-    Raises: same as `decode_with_cache`; also DataError if the memory is full.
+    Raises: same as `decode_with_cache`; also DataError if the memory is full, and SetupError if
+        the file size limit is too low.
     """
     try:
         descriptor = os.memfd_create("decoded images")
@@ -147,6 +149,13 @@ def decode_to_memory(split: Split, options: DecodeOptions, *, num_bytes: int) ->
             file.flush()
             return _build_decoded_split(file, table, split)
     except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise SetupError(
+                f"split '{split.name}': the file size limit of this shell (ulimit -f) also limits "
+                f"decoded images in memory ({num_bytes:,} bytes are needed); raise the limit, then "
+                "run the command again (training with --resume)",
+                code="setup.disk_full",
+            ) from error
         raise DataError(
             f"split '{split.name}': {format_bytes(num_bytes)} of decoded images do not fit in "
             "memory; set data.keep=none",

@@ -31,7 +31,7 @@ __all__ = [
     "RecipeGroup",
     "check_comparable",
     "claim_comparison_rows",
-    "differing_keys",
+    "differing_settings",
     "group_by_recipe",
     "group_rows",
     "metric_columns",
@@ -98,7 +98,7 @@ def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
     name = groups[0].name
     if len(groups) == 1:
         return [name]
-    settings = differing_keys([group.runs[0] for group in groups])
+    settings = differing_settings([group.runs[0] for group in groups])
     for num_keys in range(1, len(settings) + 1):
         labels = [
             f"{name} ({', '.join(f'{key}={values[index]}' for key, values in settings[:num_keys])})"
@@ -133,7 +133,7 @@ def _common_name(names: list[str]) -> str:
     return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", prefix) or names[0]
 
 
-def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Find the recipe keys that differ between runs, except the seed.
 
     Returns: pairs of a key, such as "optim.lr", and its value in each run, as text.
@@ -249,7 +249,7 @@ def run_rows(
     groups: Sequence[RecipeGroup], runs: Sequence[Run], columns: Sequence[Column]
 ) -> list[Row]:
     """Build a row per run: name, seed, the recipe keys that differ between runs, and metrics."""
-    differing = differing_keys(runs)
+    differing = differing_settings(runs)
     colors = {id(run): index % 8 + 1 for index, group in enumerate(groups) for run in group.runs}
     rows = []
     for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):

@@ -75,7 +75,7 @@ def test_scan_lists_every_unreadable_image_once(tmp_path: Path, num_workers: int
         ("train/b/5.png", "b", "train"),
         ("test/a/link.png", "a", "test"),
     ]
-    causes = ("cannot be decoded", "zero bytes", "not an image", "is a pipe", "a broken link")
+    causes = ("cannot be decoded", "zero bytes", "not an image", "this is a pipe", "a broken link")
     for item, cause in zip(unreadable, causes, strict=True):
         assert item["error"].startswith(cause)  # does not repeat the name
     json.dumps(unreadable)

@@ -7,7 +7,7 @@ from report_runs import run_results, split_results, write_and_read_run
 
 from finetune.report.comparison import (
     claim_comparison_rows,
-    differing_keys,
+    differing_settings,
     group_by_recipe,
     group_rows,
     metric_columns,
@@ -78,9 +78,9 @@ class TestGroupByRecipe:
 
 
 class TestRows:
-    def test_differing_keys_ignore_seed_and_workers(self, runs: list[Run]) -> None:
-        assert differing_keys(runs) == [("optim.lr", ["0.001", "0.001", "0.1"])]
-        assert differing_keys(runs[:2]) == []
+    def test_differing_settings_ignore_seed_and_workers(self, runs: list[Run]) -> None:
+        assert differing_settings(runs) == [("optim.lr", ["0.001", "0.001", "0.1"])]
+        assert differing_settings(runs[:2]) == []
 
     def test_group_rows_have_mean_and_standard_deviation(self, runs: list[Run]) -> None:
         columns = metric_columns(runs)

@@ -15,6 +15,7 @@ from finetune.errors import RecipeError
 from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std
+from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.report.run_data import (
     Run,
@@ -98,7 +99,7 @@ def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
     name = groups[0].name
     if len(groups) == 1:
         return [name]
-    settings = differing_settings([group.runs[0] for group in groups])
+    settings = differing_settings([group.runs[0].recipe for group in groups])
     for num_keys in range(1, len(settings) + 1):
         labels = [
             f"{name} ({', '.join(f'{key}={values[index]}' for key, values in settings[:num_keys])})"
@@ -133,12 +134,12 @@ def _common_name(names: list[str]) -> str:
     return re.sub(r"[-_.]((s|seed)[-_.]?\d*)?$", "", prefix) or names[0]
 
 
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Find the recipe keys that differ between runs, except the seed.
+def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]:
+    """Find the keys that differ between recipes, except the seed.
 
-    Returns: pairs of a key, such as "optim.lr", and its value in each run, as text.
+    Returns: pairs of a key, such as "optim.lr", and its value in each recipe, as text.
     """
-    resolved = [training_keys_without_seed(run.recipe) for run in runs]
+    resolved = [training_keys_without_seed(recipe) for recipe in recipes]
     differing = []
     for section in resolved[0] if resolved else ():
         for key in dict.fromkeys(key for recipe in resolved for key in recipe[section]):
@@ -249,7 +250,7 @@ def run_rows(
     groups: Sequence[RecipeGroup], runs: Sequence[Run], columns: Sequence[Column]
 ) -> list[Row]:
     """Build a row per run: name, seed, the recipe keys that differ between runs, and metrics."""
-    differing = differing_settings(runs)
+    differing = differing_settings([run.recipe for run in runs])
     colors = {id(run): index % 8 + 1 for index, group in enumerate(groups) for run in group.runs}
     rows = []
     for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):

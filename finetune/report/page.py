@@ -306,7 +306,7 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
         runs=rows,
         too_few=TOO_FEW_IMAGES_NOTE,
         intervals=any(cell["interval"] for row in rows for cell in row["figures"]),
-        differing=[key for key, _ in differing_settings(runs)],
+        differing=[key for key, _ in differing_settings([run.recipe for run in runs])],
         curves=[
             to_svg(plots.plot_run_comparison(named_histories, key=key, split=split))
             for key, split in curves

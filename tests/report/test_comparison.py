@@ -79,8 +79,10 @@ class TestGroupByRecipe:
 
 class TestRows:
     def test_differing_settings_ignore_seed_and_workers(self, runs: list[Run]) -> None:
-        assert differing_settings(runs) == [("optim.lr", ["0.001", "0.001", "0.1"])]
-        assert differing_settings(runs[:2]) == []
+        assert differing_settings([run.recipe for run in runs]) == [
+            ("optim.lr", ["0.001", "0.001", "0.1"])
+        ]
+        assert differing_settings([run.recipe for run in runs[:2]]) == []
 
     def test_group_rows_have_mean_and_standard_deviation(self, runs: list[Run]) -> None:
         columns = metric_columns(runs)

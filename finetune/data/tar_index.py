@@ -4,9 +4,10 @@ A sample consists of the members with the same key: `dog/7.jpg` with `dog/7.cls`
 label, or with `dog/7.json`, where a field holds it. Nothing is unpacked: `tarfile` reads only the
 headers and labels of a shard, and images are read by offset and size.
 
-The index of a shard is a file in `tars/` of the cache: a sha256, then JSON. Its name depends on the
-stat signature of a local shard or the ETag of a remote one, so a changed shard is indexed again. If
-a run stops while indexing, the next run continues with the next shard.
+The index of a shard is a file in `tars/` of the cache: a sha256 of cache key and JSON, then the
+JSON. The key depends on the stat signature of a local shard or the ETag of a remote one, so a
+changed shard is indexed again. If a run stops while indexing, the next run continues with the next
+shard.
 """
 
 # N images
@@ -45,7 +46,7 @@ __all__ = ["RawLabel", "TarShard", "index_shards"]
 
 GROUP_BYTES = 2**22  # bytes of a shard per row group, which is one request
 MAX_CACHE_BYTES = 2**32
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _INDEX_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tarindex")
 _MAX_HEADER_BYTES = 2**16  # limit for an extended header; real ones are shorter
 _MAX_LABEL_BYTES = 2**20
@@ -214,7 +215,7 @@ def _load_cached(cache: CacheFolder, file: ShardFile, key: str | None) -> TarSha
         return None
     except ValueError:  # larger than any index
         body = b""
-    if hashlib.sha256(body[32:]).digest() != body[:32]:
+    if hashlib.sha256(key.encode() + body[32:]).digest() != body[:32]:
         warn_once(f"{cache.path / name}: is damaged; the shard is indexed again")
         cache.remove(name)
         return None
@@ -244,7 +245,7 @@ def _save_cached(cache: CacheFolder, index: TarShard, key: str | None) -> None:
     body = json.dumps(fields).encode()
     try:
         with cache.write(f"{key}.tarindex") as stream:
-            stream.write(hashlib.sha256(body).digest() + body)
+            stream.write(hashlib.sha256(key.encode() + body).digest() + body)
     except OSError as error:
         _warn_not_cached(error)
 

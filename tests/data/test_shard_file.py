@@ -215,6 +215,21 @@ class TestLocalFile:
         path.unlink()
         assert_refused(file, "data.not_found", path)
 
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    def test_detects_a_change_that_keeps_size_and_mtime(
+        self, is_replaced: bool, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(CONTENT)
+        file, before = LocalFile.from_path(path), path.stat()
+        while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of the file system ticks
+            new_path = tmp_path / "new" if is_replaced else path
+            new_path.write_bytes(CONTENT[::-1])
+            os.utime(new_path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            new_path.rename(path)
+        assert path.stat().st_mtime_ns == before.st_mtime_ns
+        assert_refused(file, "data.changed", path)
+
 
 def test_a_stream_reads_like_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"

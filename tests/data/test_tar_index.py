@@ -154,6 +154,20 @@ def test_rebuilds_a_damaged_index(
     assert len(shards_read) == 1
 
 
+def test_rebuilds_indexes_that_were_swapped(
+    tmp_path: Path, cache: Path, shards_read: list[str]
+) -> None:
+    folder = write_tar_shards(tmp_path / "d")
+    expected = index_content(index_folder(folder))
+    first, second = sorted(cache.iterdir())[:2]
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    shards_read.clear()
+    assert index_content(index_folder(folder)) == expected
+    assert len(shards_read) == 2
+
+
 def test_ignores_a_cache_that_others_can_write(
     tmp_path: Path, cache: Path, shards_read: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

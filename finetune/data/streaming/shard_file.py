@@ -57,18 +57,20 @@ class LocalFile:
         path: path of the file.
         size: size in bytes when the source was opened.
         modified_ns: modification time in nanoseconds when the source was opened.
+        changed_ns: its ctime then; unlike the modification time, a program cannot set it back.
     """
 
     path: Path
     size: int
     modified_ns: int
+    changed_ns: int
 
     @classmethod
     def from_path(cls, path: Path) -> LocalFile:
-        """Record size and modification time. Raises: DataError if it cannot be read."""
+        """Record size and times. Raises: DataError if it cannot be read."""
         with _open_local(path) as stream:
             stat = os.fstat(stream.fileno())
-        return cls(path, stat.st_size, stat.st_mtime_ns)
+        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     @property
     def display_name(self) -> str:
@@ -86,8 +88,8 @@ class LocalFile:
             stream.seek(offset)
             part = stream.read(length)
             stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
-        current = stat.st_size, stat.st_mtime_ns
-        if current != (self.size, self.modified_ns) or len(part) != length:
+        current = LocalFile(self.path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        if current != self or len(part) != length:
             raise DataError(
                 f"{self.path}: has changed since it was opened; restore it and start again (files "
                 "must not change during a run)",

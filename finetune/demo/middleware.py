@@ -45,7 +45,8 @@ class DemoMiddleware:
         app: the wrapped application.
         upload_folder: Gradio's folder of uploads; requests can name only files in it.
         max_upload_bytes: maximum size of an uploaded file.
-        max_total_bytes: limit for all uploads together; a new upload replaces the oldest ones.
+        max_total_bytes: limit for all uploads together; a new upload replaces the oldest ones. Also
+            the limit for the uploads that are being received, whose removed files still take space.
         allow_framing: let other pages show this one in a frame; the Hub does this with a Space.
         trusted_origins: further origins whose pages may send requests, such as
             "https://owner-name.hf.space".
@@ -66,6 +67,7 @@ class DemoMiddleware:
         self._examples = set(list_files(self._upload_folder))  # Gradio's copies
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
+        self._open_upload_bytes = 0  # declared by the uploads that are being received
         self._trusted_origins = trusted_origins
         self._headers = [(b"x-content-type-options", b"nosniff")]
         if not allow_framing:
@@ -83,14 +85,18 @@ class DemoMiddleware:
             await send(message)
 
         try:
-            receive = await self._check_request(scope, receive)
+            receive, upload_bytes = await self._check_request(scope, receive)
         except _RequestRefused as refused:
             await _text_response(refused)(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, send_with_headers)
+        self._open_upload_bytes += upload_bytes
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            self._open_upload_bytes -= upload_bytes
 
-    async def _check_request(self, scope: Scope, receive: Receive) -> Receive:
-        """Return the `receive` to forward. Raises: _RequestRefused."""
+    async def _check_request(self, scope: Scope, receive: Receive) -> tuple[Receive, int]:
+        """Return the `receive` to forward, and the size of an upload. Raises: _RequestRefused."""
         headers = {
             name.decode().lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -98,7 +104,7 @@ class DemoMiddleware:
         if scope["method"] in ("GET", "HEAD"):
             if file := _FILE.fullmatch(scope["path"]):
                 self._check_file(file[1])
-            return receive
+            return receive, 0
         if scope["method"] != "POST" or not _ALLOWED_POST.fullmatch(path):
             raise _RequestRefused(404, "there is no such page")
         if is_cross_origin(headers) and headers.get("origin") not in self._trusted_origins:
@@ -112,9 +118,11 @@ class DemoMiddleware:
             raise _RequestRefused(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
         if is_upload:
             room = self._max_total_bytes - int(length)
+            if self._open_upload_bytes > room:
+                raise _RequestRefused(503, "too many uploads at once; try again later")
             remove_oldest_files(self._upload_folder, max_total_bytes=room, keep=self._examples)
-            return receive
-        return await self._check_body(receive)
+            return receive, int(length)
+        return await self._check_body(receive), 0
 
     async def _check_body(self, receive: Receive) -> Receive:
         """Check the files in a JSON body. Returns: a `receive` that replays the body."""

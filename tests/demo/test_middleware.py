@@ -188,6 +188,45 @@ def test_uploads_are_limited_in_size(uploads: Path) -> None:
     assert request(uploads, "/gradio_api/upload", "POST", length=2**17)[0] == 413
 
 
+def test_uploads_that_are_being_received_are_limited_together(uploads: Path) -> None:
+    """Gradio keeps the file of an open upload, which takes space even after its removal."""
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def upload_at_once(number: int) -> None:
+        everything_arrived = asyncio.Event()
+
+        async def gradio(scope: Any, receive: Any, send: Any) -> None:
+            await everything_arrived.wait()
+            await RecordingApp()(scope, receive, send)
+
+        middleware = DemoMiddleware(
+            gradio,
+            upload_folder=uploads,
+            max_upload_bytes=1000,
+            max_total_bytes=3000,
+            allow_framing=False,
+        )
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        headers = [(b"content-length", b"1000")]
+        scope = {"type": "http", "method": "POST", "path": "/gradio_api/upload", "headers": headers}
+        for _ in range(2):  # the second time, all uploads have ended
+            everything_arrived.clear()
+            tasks = [asyncio.ensure_future(middleware(scope, receive, send)) for _ in range(number)]
+            await asyncio.sleep(0)
+            everything_arrived.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(upload_at_once(5))
+    assert statuses == 2 * [503, 503, 200, 200, 200]
+
+
 def test_new_uploads_replace_the_oldest_but_not_the_examples(uploads: Path) -> None:
     app = RecordingApp()
     middleware = DemoMiddleware(

@@ -118,7 +118,8 @@ def decode_with_cache(
                     table = _write_images(file, split, options)
                     write_pixel_table(file, table, key)
                     file.flush()
-                    if not split.is_unchanged():
+                    # check the files first: one that is missing now is a change, too
+                    if not split.is_unchanged() or _is_any_readable(split, table.failed):
                         raise DataError(
                             f"split '{split.name}': its images changed while they were decoded; "
                             "start again when no program writes to them",
@@ -195,6 +196,18 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
     return PixelTable(
         np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(checksums, np.uint32), causes
     )
+
+
+def _is_any_readable(split: Split, failed: list[tuple[int, str]]) -> bool:
+    """Return True if one of the unreadable images can be decoded after all.
+
+    Its file or folder was missing for a while, which the stat signatures may not show.
+    """
+    for index, _ in failed:
+        with contextlib.suppress(DataError):
+            split.decode(index)
+            return True
+    return False
 
 
 def _open_cached(

@@ -159,6 +159,26 @@ def test_retries_an_image_after_a_transient_disk_error(
     assert_equals_decoded(decode_cached(split, unreadable="quarantine"), split)
 
 
+def test_an_image_that_is_missing_only_during_decoding_is_an_error(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is renamed and renamed back does not change the files' stat signatures."""
+    split, decode, parent = make_split(tmp_path), TableImages.decode, os.getpid()
+    failures = []
+
+    def fail_until_decoded(self: TableImages, row: int, *arguments: Any) -> np.ndarray:
+        if row == 7 and (os.getpid() != parent or not failures):
+            failures.append(row)
+            raise DataError("7: no such file", code="data.not_found")
+        return decode(self, row, *arguments)
+
+    monkeypatch.setattr(TableImages, "decode", fail_until_decoded)
+    with refused("data.changed", "changed while they were decoded"):
+        decode_cached(split, unreadable="quarantine")
+    assert not list(cache_folder.glob("*.pixels"))
+    monkeypatch.undo()
+
+
 def test_images_and_decoder_limits_are_part_of_the_cache_key(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,12 @@ READ_TIMEOUT_SECONDS = 25.0  # between two chunks of a response
 WRITE_TIMEOUT_SECONDS = 120.0  # the Hub checks large files or assembles a commit
 
 _BUSY_STATUSES = (408, 425, 429)  # besides 5xx
-# what huggingface_hub raises if a response does not have the structure that it relies on
-_STRUCTURE_ERRORS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# what huggingface_hub raises if a response does not have the structure that it relies on; an
+# UnboundLocalError if it names another file than the one to send
+_STRUCTURE_ERRORS = (
+    *(AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    UnboundLocalError,
+)
 # classes of httpx or httpx2, whichever huggingface_hub is built on
 _UNREACHABLE_ERRORS = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError")
 _PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")

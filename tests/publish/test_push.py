@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 import threading
 from collections.abc import Callable
@@ -81,6 +82,17 @@ class TestPush:
             "deleted": [],
         }
         assert HfApi().model_info("alice/net", token=False).private is False
+
+    def test_an_upload_address_for_another_file_is_refused(
+        self, hub: HubServer, folder: Path
+    ) -> None:
+        other = {"oid": "0", "size": 1, "actions": {"upload": {"href": f"{hub.url}/elsewhere"}}}
+        body = json.dumps({"objects": [other]}).encode()
+        hub.fail("lfs/objects/batch", status=200, body=body)
+        with refused("hub.wrong_answer", "alice/net"):
+            push(folder, "alice/net")
+        assert hub.count("PUT ") == 0
+        assert files_on_hub(hub) == {}
 
     def test_push_sends_only_changed_files(self, hub: HubServer, folder: Path) -> None:
         first = push(folder, "alice/net")

@@ -69,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with process_lifecycle.defer_garbage_collection():
             exit_code = run(cli, sys.argv[1:] if arguments is None else arguments)
+            if exit_process is not None:
+                reset_interrupt_handler()  # before the garbage collection that ends the block
     except KeyboardInterrupt:  # pressed after the command had ended
         exit_code = EXIT_INTERRUPTED
     if exit_process is not None:
-        reset_interrupt_handler()
         exit_process(exit_code)
     return exit_code

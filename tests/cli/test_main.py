@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,22 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert done.stdout.rstrip().endswith("[]")
     assert "train" in done.stdout
+
+
+def test_a_second_interrupt_ends_the_process_silently() -> None:
+    """Garbage collection follows the command: in it, KeyboardInterrupt would be a traceback."""
+    code = (
+        "import contextlib, os, signal, finetune.cli.main as cli_main\n"
+        "@contextlib.contextmanager\n"
+        "def defer():\n"
+        "    yield\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli_main.process_lifecycle.defer_garbage_collection = defer\n"
+        "cli_main.run = lambda *_: 130\n"
+        "cli_main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_a_wrong_command_path_or_key_is_refused_before_torch_is_imported(workspace: Path) -> None:

@@ -1,6 +1,6 @@
 """Batch norm in training: synchronized over all processes, or with frozen statistics.
 
-Both keep parameter names and weights, and leave evaluation unchanged.
+Neither changes parameter names, weights or evaluation.
 """
 
 # C channels, P processes; inputs are (B, C, …)
@@ -90,7 +90,9 @@ class _CpuSyncBatchNorm(nn.SyncBatchNorm):
             return super().forward(input)
         mean_C, var_C, count = _gather_moments(input.detach())
         if self.running_mean is not None and self.running_var is not None:
-            assert self.num_batches_tracked is not None, "it exists with the running statistics"
+            assert self.num_batches_tracked is not None, (
+                "num_batches_tracked exists if running_mean does"
+            )
             self.num_batches_tracked.add_(1)
             momentum = self.momentum
             update = 1 / float(self.num_batches_tracked) if momentum is None else momentum

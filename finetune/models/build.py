@@ -49,8 +49,8 @@ CONTROL_ARG_HINTS = {
     "in_chans": "remove it: images have three channels here",
     "model_name": "set model.name instead",
 }
-# From a dropout key of the recipe to timm's keyword arguments, best choice first; the first one for
-# "dropout" puts dropout where the ViT paper does.
+# {dropout key of the recipe: alternative sets of timm's keyword arguments, best first}. The first
+# set for "dropout" applies dropout in the same places as the ViT paper.
 DROPOUT_KEYWORDS = {
     "dropout": (("pos_drop_rate", "proj_drop_rate"), ("proj_drop_rate",), ("drop_rate",)),
     "attention_dropout": (("attn_drop_rate",),),
@@ -93,7 +93,8 @@ def build_model(
             n blocks.
         adapter: arguments of `add_adapter`; with an adapter, only it and the head are trained.
         dropout: dropout rate after the position embeddings and after all linear layers except qkv,
-            as in the ViT paper; before the head if the network has no such dropout.
+            as in the ViT paper; if the network does not support this, only in its blocks, or only
+            before the head.
         attention_dropout: dropout rate on attention weights.
         drop_path: stochastic depth rate of the last block; rates increase from 0 over the blocks.
         grad_checkpointing: activation checkpointing: recompute activations to save memory.
@@ -172,7 +173,7 @@ def _init_head(
     if head_init == "keep" and weights.state is not None:
         raise RecipeError(
             f"model.head_init: keep finds no row to copy: {source} has none of the data's classes, "
-            "or another data.task, or a head of another shape; remove the key",
+            "was trained for another data.task, or has a head of another shape; remove the key",
             code="recipe.conflict",
         )
     if head_init != "default":
@@ -219,7 +220,9 @@ def _check_arguments(args: Mapping[str, Any], posemb: str) -> None:
     for key, value in args.items():
         name, code = f"model.args.{key}", "recipe.wrong_value"
         if value is None:
-            problems.append((f"{name}: no value; write a space after the colon", code))
+            problems.append(
+                (f"{name}: no value; write a space after the colon, as in `key: value`", code)
+            )
         elif key in CONTROL_ARGS:
             advice = CONTROL_ARG_HINTS.get(key, "remove the key")
             text = f"{name}: this is not an argument of the network; {advice}"
@@ -294,7 +297,7 @@ def _create_model(
     rates = {key: rate for key, rate in dropout_rates.items() if rate}
     dropout_args: dict[str, Any] = {}
     try:
-        # first without memory: for its size, and for the arguments of its class
+        # first on the meta device, to learn its size and the arguments of its class
         is_checked = bool(rates or args or weights.from_config)
         network = _create_on_meta(weights, kwargs) if is_checked else None
     except Exception as error:  # timm's networks raise many types for invalid arguments
@@ -313,7 +316,7 @@ def _create_model(
 
 
 def _create_on_meta(weights: Weights, kwargs: Mapping[str, Any]) -> nn.Module:
-    """Create a network whose tensors have no values; with values if it needs them."""
+    """Create a network on the meta device, or with real tensors if that fails."""
     try:
         with torch.device("meta"):
             return timm.create_model(
@@ -326,7 +329,7 @@ def _create_on_meta(weights: Weights, kwargs: Mapping[str, Any]) -> nn.Module:
 
 
 def _constructor_arguments(network: nn.Module) -> list[str]:
-    """Return the names of the arguments of a network's class."""
+    """Return the names of a network's constructor arguments, including those of base classes."""
     names: list[str] = []
     for network_class in type(network).__mro__:
         if "__init__" in vars(network_class):
@@ -343,9 +346,11 @@ def _constructor_arguments(network: nn.Module) -> list[str]:
 def _dropout_arguments(
     key: str, rate: float, network: nn.Module, architecture: str
 ) -> dict[str, float]:
-    """Return the arguments of a network that set a dropout rate of the recipe.
+    """Return the constructor arguments that apply the recipe's dropout rate to this network.
 
-    Raises: RecipeError if it has none.
+    Args:
+        key: the recipe's key, one of DROPOUT_KEYWORDS.
+    Raises: RecipeError if the network has no such argument.
     """
     accepted = _constructor_arguments(network)
     for names in DROPOUT_KEYWORDS[key]:
@@ -358,7 +363,7 @@ def _dropout_arguments(
 
 
 def _check_memory(network: nn.Module, weights: Weights) -> None:
-    """Raise WeightsError if a network without values needs more memory than the machine has."""
+    """Raise WeightsError if the network would need more memory than the machine has."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = sum(tensor.nbytes for tensor in network.state_dict().values())
     if needed > available:
@@ -378,7 +383,7 @@ def _unexpected_keyword(error: Exception) -> str | None:
 def _creation_error(
     weights: Weights, args: Mapping[str, Any], image_size: tuple[int, int], error: Exception
 ) -> FinetuneError:
-    """Return an error that names the cause: the config.json, model.args or the image size."""
+    """Return the error to raise instead: it blames config.json, model.args or the image size."""
     try:
         own_network = _create_without_args(weights, None)
     except Exception as own_error:  # see _create_model
@@ -456,7 +461,7 @@ def _check_patch_size(model: nn.Module, image_size: tuple[int, int], architectur
 
 @torch.no_grad()
 def _check_forward(model: nn.Module, image_size: tuple[int, int], architecture: str) -> None:
-    """Raise RecipeError if the forward pass fails at a size, for example due to window sizes."""
+    """Raise RecipeError if the forward pass fails at this size, for example in window attention."""
     training = model.training
     model.eval()
     try:

@@ -127,9 +127,10 @@ def use_unfused_attention(network: nn.Module) -> None:
     """Replace timm's fused attention with an unfused one that has a custom backward pass.
 
     Logits and gradients do not change, except for summation order; second derivatives are not
-    supported. timm's own unfused code runs instead without gradients, with dropout on attention
-    weights, and in attention classes other than timm's plain Attention. Parameter names do not
-    change, and deep copies and wrappers (DDP, EMA) of the network keep working.
+    supported. timm's own unfused code still runs when gradients are disabled, with a mask, with
+    dropout on attention weights, and in attention classes other than timm's plain Attention.
+    Parameter names do not change, and deep copies and wrappers (DDP, EMA) of the network keep
+    working.
 
     Args:
         network: a float32 network.

@@ -27,7 +27,9 @@ __all__ = [
 ]
 
 _RATE_ATTRIBUTES = ("p", "drop_prob", "prob")  # where dropout layers store their rate
-_TOLERANCE = 1e-4  # relative to the largest pre-logit: above summation order, below dropout
+# Relative to the largest pre-logit; larger than differences from summation order, smaller than
+# those from dropout.
+_TOLERANCE = 1e-4
 _NUM_PROBE_BLOCKS = 4  # DINOv2's linear probe uses the class tokens of up to 4 last blocks
 
 
@@ -49,7 +51,7 @@ def compute_pre_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _as_vectors(values: Any, name: str) -> Tensor:
-    """Return a network's pre-logits as (B, D) float32. Raises: WeightsError."""
+    """Return a network's pre-logits as (B, D) float32. Raises: WeightsError for other shapes."""
     if isinstance(values, Tensor) and values.ndim == 4 and values.shape[2:] == (1, 1):
         values = values.flatten(1)
     if not isinstance(values, Tensor) or values.ndim != 2:
@@ -69,10 +71,10 @@ def token_features(model: Any, images_BCHW: Tensor) -> Tensor:
         model: a network to which `limit_last_block_to_class_token` was not applied, because the
             features need all tokens of the last block.
         images_BCHW: preprocessed images.
-    Returns: (B, number of features) float32: the pre-logits; for a transformer with a class token,
-        then the class token after each of the last four blocks, in block order, and the mean of the
-        last block's patch tokens, all after the final norm. `token_feature_slices` names the
-        columns.
+    Returns: (B, number of features) float32. The first columns are the pre-logits. For a
+        transformer with a class token, the class token after each of the last four blocks follows,
+        in block order, then the mean of the last block's patch tokens; the final norm is applied to
+        all of these. `token_feature_slices` names the columns.
     Raises: WeightsError for a network without pre-logits.
     """
     if not _has_class_token(model):
@@ -95,9 +97,9 @@ def token_feature_slices(model: Any, num_columns: int) -> dict[str, slice]:
     Args:
         model: the network that computed the features.
         num_columns: total number of columns.
-    Returns: a dict with the slice of "pre-logits" and the slices of DINOv2's linear probe inputs:
-        the class token of the last block, or those of the last four, each with and without the mean
-        patch token.
+    Returns: {name: columns}: "pre-logits" and, for a transformer with a class token, the inputs of
+        DINOv2's linear probe: the class token of the last block, or those of the last four blocks,
+        each with and without the mean patch token.
     """
     if not _has_class_token(model):
         return {"pre-logits": slice(0, num_columns)}
@@ -142,13 +144,13 @@ def enable_feature_input(
     """
     names = classifier_names(model)
     if len(names) != 1 or linear_classifier_names(model) != names:
-        return "the network has no single linear classifier"
+        return "the network does not have exactly one linear classifier"
     head_prefix = (f"{names[0]}.",)
     if training and any(
         parameter.requires_grad and not name.startswith(head_prefix)
         for name, parameter in model.named_parameters()
     ):
-        return "more than the classifier is trained"
+        return "parameters outside the classifier are trained"
     device = next(model.parameters()).device
     noise = torch.randn(2, 3, *image_size, generator=torch.Generator().manual_seed(0)).to(device)
     model.eval()
@@ -199,7 +201,7 @@ def _find_head_modules(
 ) -> list[str] | None:
     """Return the names of the modules between pre-logits and logits, in forward order.
 
-    None if code outside these modules changes the values on the way.
+    None if code between these modules also changes the values.
     """
     dropouts = [name for name, module in model.named_modules() if _is_active_dropout(module)]
     logits, recorded = _run_with_hooks(model, images_BCHW, [*dropouts, classifier])
@@ -225,7 +227,7 @@ def _why_features_vary(
             return f"batch norm updates its running statistics ({name})"
     _, recorded = _run_with_hooks(model, images_BCHW, [head[0]])
     if not _is_close(recorded[head[0]][0].float(), expected_BD):
-        return "the network computes other features in training mode"
+        return "the network computes different features in training mode"
     return None
 
 
@@ -236,7 +238,7 @@ def _is_active_dropout(module: nn.Module) -> bool:
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    """True if both tensors are the same memory, so nothing was computed between them."""
+    """True if both tensors use the same memory, so nothing was computed between them."""
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 

@@ -12,7 +12,7 @@ __all__ = ["forward_hooks"]
 
 @contextmanager
 def forward_hooks(network: nn.Module, hooks: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """Add forward hooks to modules of a network, and remove them at the end.
+    """Add forward hooks to modules of a network; remove them when the `with` block ends.
 
     Args:
         network: the network that contains the modules.

@@ -1,7 +1,7 @@
 """ViT analysis: attention maps, rollout and distances, patch filters, position similarity."""
 
 # B batch, L query tokens, N tokens (in distances: patches), D width, C channels, H W pixels,
-# h w grid of patches (in filters: pixels)
+# h w grid of patches (in filters: pixels; in hNN: heads)
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> list[Tensor]:
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor | None:
     """Compute attention rollout: how much each patch contributes to the pooled features.
 
-    In each block, the attention matrix, averaged over heads, is averaged with the identity, which
-    stands for the residual connection. The product of these matrices over all blocks gives the
+    The attention matrix of each block is first averaged over heads, then averaged with the identity
+    matrix to include the residual connection. The product of these matrices over all blocks is the
     contribution of every input token to every output token. The rows of the output tokens that the
     classifier pools are averaged.
 
@@ -103,8 +103,9 @@ def _record_attention(
 
     Args:
         reduce: function applied to the attention weights of each block, (B, heads, N, N).
-    Returns: one reduced tensor per block; the weights of attention pooling, None without it; the
-        grid of patches (h, w). None instead if a block has no global self-attention.
+    Returns: a tuple of three: one reduced tensor per block; the weights of attention pooling, or
+        None if the network pools without attention; the grid of patches (h, w). If any block has no
+        global self-attention, None replaces the tuple.
     """
     blocks, prefix = getattr(model, "blocks", None), getattr(model, "num_prefix_tokens", None)
     if not isinstance(blocks, nn.Module) or prefix is None:
@@ -227,8 +228,8 @@ def patch_filters(network: nn.Module, *, num_components: int = 28) -> np.ndarray
         network: a network whose first layer reads RGB patches.
         num_components: number of components, largest variance first; at most the number of filters
             minus 1.
-    Returns: (num_components, height, width, 3), each component scaled to [0, 1], where 0.5 is the
-        value 0.
+    Returns: (num_components, height, width, 3), each component scaled to [0, 1], where 0.5
+        stands for 0.
     Raises: WeightsError if the first layer does not read RGB patches.
     Source: ViT paper, figure 7 (left).
     """
@@ -247,7 +248,7 @@ def patch_filters(network: nn.Module, *, num_components: int = 28) -> np.ndarray
 def _first_layer_weight(network: Any) -> Tensor:
     """Return the weight of the first layer, (D, 3, h, w).
 
-    The weight of a linear layer is reshaped; it reads patches flattened from (3, h, w).
+    A linear layer reads patches flattened from (3, h, w), so its weight is reshaped.
     """
     names = as_name_tuple(getattr(network, "pretrained_cfg", {}).get("first_conv"))
     for name in (*names, "patch_embed.proj", "patch_embed"):

@@ -63,7 +63,7 @@ def add_adapter(
         image_size: (height, width) in pixels, for the check that each layer can be merged.
         kind: "lora" or "dora".
         rank: rank of each layer's update.
-        alpha: scale of the updates, as alpha / rank; None for a scale of 1.
+        alpha: the updates are scaled by alpha / rank; None for a scale of 1.
         targets: "attention", "mlp", "all" or regular expressions that match the end of layer names.
         dropout: dropout rate on the adapter's input.
     Raises: RecipeError for a target that matches no layer, a rank above the full rank of a layer,
@@ -104,9 +104,9 @@ def add_adapter(
 def _find_target_layers(
     model: nn.Module, heads: Sequence[str], targets: Sequence[str]
 ) -> dict[str, nn.Linear | nn.Conv2d]:
-    """Return the layers that match the targets, without classifiers.
+    """Return the layers that match the targets, except classifiers and layers peft cannot merge.
 
-    Raises: RecipeError for a target that matches no layer, or only layers that peft cannot merge.
+    Raises: RecipeError if a target matches no layer, or if peft can merge no matching layer.
     """
     known = {
         name: module

@@ -46,7 +46,7 @@ class BuiltModel:
             are not calibrated.
         multilabel: True if the network predicts any number of labels per image.
         thresholds: one per class; a class is predicted if sigmoid(logit) is at least its threshold.
-            None under the same conditions as `temperature`.
+            None for a new head, or if the weights are not calibrated.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ def save_model(
     `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
 
     Args:
-        folder: an existing temporary folder, which the caller then publishes atomically.
+        folder: an existing temporary folder, which the caller then moves into place.
         built: the result of build_model().
         state_dict: the trained weights, with the tensor names of the base model; an adapter must be
             merged.

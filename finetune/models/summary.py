@@ -114,7 +114,7 @@ def summarize_model(network: nn.Module, image_size: tuple[int, int]) -> dict[str
     with ExitStack() as stack:
         hooks = {name: partial(record_shape, name) for name in parts}
         stack.enter_context(forward_hooks(network, hooks))
-        for parameter in trainable:  # the counter would need autograd, which no_grad disables
+        for parameter in trainable:  # else the counter needs autograd, which no_grad disables
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         stack.enter_context(torch.no_grad())

@@ -18,8 +18,8 @@ MUTUALLY_EXCLUSIVE_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 
 _MICRO_BATCH_HINT = (
-    "set 'data.micro_batch' to data.batch_size (the images of one optimizer step over all "
-    "processes), divided by the accumulation steps and the processes"
+    "set 'data.micro_batch' to data.batch_size / (accumulation steps * processes), where "
+    "data.batch_size is the number of images per optimizer step, over all processes"
 )
 _WARMUP_HINT = "use 'optim.warmup_steps' or 'optim.warmup_epochs'"
 _CROP_HINT = "use random_resized_crop in 'data.train'"
@@ -128,7 +128,7 @@ ALIASES = {
     "num_workers": "data.workers",
     "dataloader_num_workers": "data.workers",
     "weighted_sampler": "use 'data.sampling', class_balanced or square_root",
-    "imb_factor": "use 'data.long_tail', 100 for a factor of 0.01",
+    "imb_factor": "use 'data.long_tail', which is 1 / imb_factor: 100 instead of 0.01",
     "num_classes": _CLASSES_HINT,
     "num_labels": _CLASSES_HINT,
     "mixup": _TRAIN_HINT,

@@ -76,7 +76,7 @@ def raise_if_model_missing(name: str, path: Path) -> None:
 
 
 def check_recipe_or_source(text: str) -> None:
-    """Check that a command-line argument, which is no data source, is an existing path.
+    """Check that a command-line argument that is not a data source is an existing path.
 
     YAML files and URLs are not checked, because reading them as a recipe gives a better error.
 

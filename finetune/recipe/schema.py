@@ -155,7 +155,11 @@ class ModelSection(Section):
         0.0, ge=0, lt=1, description="dropout probability in attention"
     )
     drop_path: FiniteFloat = Field(
-        0.0, ge=0, lt=1, description="stochastic depth rate of the last block, from 0 at the first"
+        0.0,
+        ge=0,
+        lt=1,
+        description="stochastic depth rate of the last block; rates rise linearly from 0 at the "
+        "first block",
     )
     grad_checkpointing: StrictBool = Field(
         False,
@@ -180,7 +184,7 @@ class ModelSection(Section):
             problem = "needs pretrained weights; remove the key, or set model.pretrained=true"
             yield "adapter", {"adapter", "pretrained"}, problem
         if adapter is not None and values.get("freeze", "none") != "none":
-            problem = "an adapter already freezes all other weights except the head; remove the key"
+            problem = "an adapter already freezes all weights of the backbone; remove the key"
             yield "freeze", {"freeze", "adapter"}, problem
         if kind == "dora" and compiled:
             problem = "torch.compile fails on DoRA layers; remove the key, or set adapter.kind=lora"
@@ -194,7 +198,7 @@ class ModelSection(Section):
                 )
                 yield key, {key, "freeze", "adapter"}, problem
         if len(batch_norm_keys) == 2:
-            problem = "freeze_bn leaves no statistics to synchronize; remove one of them"
+            problem = "freeze_bn leaves no statistics to synchronize; remove sync_bn or freeze_bn"
             yield "sync_bn", {"sync_bn", "freeze_bn"}, problem
         if "freeze_bn" in batch_norm_keys and random:
             problem = (
@@ -242,14 +246,14 @@ class DataSection(Section):
     num_train: Integer | None = Field(
         None,
         ge=1,
-        description="subsample train to this many images, stratified and drawn with split_seed; "
-        "null: all; val_fraction is then held out from these",
+        description="subsample train to this many images, stratified and drawn with split_seed, "
+        "before val_fraction is held out; null: all",
     )
     num_val: Integer | None = Field(
         None,
         ge=1,
-        description="subsample validation to this many images, like num_train; null: all; the "
-        "other validation images are not used at all",
+        description="subsample validation to this many images, like num_train; the others are not "
+        "used at all; null: all",
     )
     num_test: Integer | None = Field(
         None, ge=1, description="subsample test to this many images, like num_train; null: all"
@@ -330,8 +334,8 @@ class DataSection(Section):
     )
     workers: NumWorkers = Field(
         "auto",
-        description="decoding workers per process; if all images are kept, at least one per core "
-        "is used; auto: CPU cores of the machine / its processes",
+        description="decoding workers per training process; images that are kept are decoded by "
+        "at least one worker per CPU core; auto: CPU cores / training processes of the machine",
     )
     unreadable: Literal["stop", "quarantine"] = Field(
         "stop",
@@ -439,7 +443,7 @@ class OptimSection(Section):
         None, gt=0, description="passes over the data; set this or steps"
     )
     warmup_steps: Integer = Field(
-        0, ge=0, description="steps of linear warmup; at most the length of the run is used"
+        0, ge=0, description="steps of linear warmup; limited to the length of the run"
     )
     warmup_epochs: FiniteFloat | None = Field(
         None, ge=0, description="warmup in epochs, instead of warmup_steps"
@@ -516,7 +520,7 @@ class OptimSection(Section):
             yield "logit_adjustment", pair, problem
         rates = [rate for stage in values.get("stages") or () if (rate := dict(stage).get("lr"))]
         if min_lr is not None and any(parse_number(rate) < min_lr for rate in rates):
-            problem = f"a stage's lr is below min_lr, {min_lr:g}; raise it"
+            problem = f"the lr of a stage is below min_lr, {min_lr:g}; raise that lr"
             yield "stages", {"min_lr", "stages"}, problem
         step_keys = {"schedule", "step_every"}
         if schedule == "step" and values.get("step_every") is None:
@@ -588,7 +592,7 @@ class RunSection(Section):
     )
     best: Literal[SelectionMetric, "last"] = Field(
         "val.top1",
-        description="metric that selects the best checkpoint, on a tie the later one; last: use "
+        description="metric that selects the best checkpoint (if tied, the later one); last: use "
         "the final weights, for validation splits too small for a reliable metric; the default "
         "for data.task=multilabel is val.map, the mean average precision over classes",
     )
@@ -638,7 +642,8 @@ class Claim(Section):
         "epochs trained"
     )
     when: ClaimTime = Field(
-        "end", description="evaluation: end, first, best, epoch N, or (for a trend) after epoch N"
+        "end",
+        description="which evaluation: end, first, best, epoch N, or (for a trend) after epoch N",
     )
     value: FiniteFloat | None = Field(None, description="reported value; accuracies as fractions")
     tolerance: FiniteFloat = Field(
@@ -648,7 +653,9 @@ class Claim(Section):
     trend: Literal["rising", "falling"] | None = Field(
         None, description="direction of the metric over the evaluations"
     )
-    below: MetricName | None = Field(None, description="another metric that must be above this one")
+    below: MetricName | None = Field(
+        None, description="another metric, which the claimed metric must be below"
+    )
     source: NonEmptyString = Field(description="where the claim is made: paper and table")
     note: NonEmptyString | None = Field(None, description="additional note for readers")
 
@@ -704,7 +711,7 @@ class Recipe(Section):
         if data.get("sampling") == "class_balanced" and balances:
             problem = (
                 "sampling class_balanced draws all classes equally, so class_weights=balanced "
-                "and logit_adjustment have no effect; keep one of them"
+                "and logit_adjustment have no effect; remove them, or remove sampling"
             )
             yield "data", {"data", "optim"}, problem
         yield from _task_conflicts(data, optim, values)

@@ -131,7 +131,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block style; with the resolvers below, it quotes text that reads as another type."""
+    """Writes block style; with the resolvers below, quotes text that would load as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

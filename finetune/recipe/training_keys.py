@@ -29,14 +29,15 @@ _NON_TRAINING_KEYS: dict[str, Any] = {
 def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Return {section: {key: value}} of the keys that determine the trained weights."""
     sections: dict[str, dict[str, Any]] = recipe.model_dump(exclude=_NON_TRAINING_KEYS)
-    # In the recipe of a run directory, the training setup has replaced null by "keep" or "zeros".
+    # Training replaces null with "keep" or "zeros" in a run's recipe; elsewhere, null counts as
+    # "zeros".
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"
     sections["distill"] = sections["distill"] or {}
     return sections
 
 
 def training_keys_without_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return `training_keys` without run.seed; the result is equal for runs with other seeds."""
+    """Return `training_keys` without run.seed; equal for runs that differ only in the seed."""
     sections = training_keys(recipe)
     del sections["run"]["seed"]
     return sections

@@ -112,7 +112,7 @@ def apply_override(document: YamlDocument, override: str, recipe_class: type[Bas
 
 
 def _discard_value(document: YamlDocument, parts: tuple[str, ...]) -> None:
-    """Forget the locations, and which problems were reported, of a value that is replaced."""
+    """Forget the locations and reported keys of a value that an override replaces."""
     for key in [key for key in document.locations if key[: len(parts)] == parts]:
         del document.locations[key]
     document.reported_keys = {key for key in document.reported_keys if key[: len(parts)] != parts}

@@ -128,9 +128,9 @@ class TestEnableFeatureInput:
     @pytest.mark.parametrize(
         "key, settings, reason",
         [
-            ("distilled", {}, "no single linear classifier"),
-            ("conv_classifier", {}, "no single linear classifier"),
-            ("vit", {"freeze": 2}, "more than the classifier is trained"),
+            ("distilled", {}, "exactly one linear classifier"),
+            ("conv_classifier", {}, "exactly one linear classifier"),
+            ("vit", {"freeze": 2}, "parameters outside the classifier are trained"),
             ("vit", {"dropout": 0.1}, r"dropout before the classifier \(pos_drop\)"),
             ("vit", {"attention_dropout": 0.1}, r"before the classifier \(blocks\.0\.attn\.att"),
             ("vit", {"drop_path": 0.1}, r"before the classifier \(blocks\.1\.drop_path1\)"),
@@ -172,7 +172,8 @@ class TestEnableFeatureInput:
         model = build_network("vit", freeze="backbone").model
         model.__class__ = WithFunctionalDropout
         assert (
-            feature_input_error(model, 32) == "the network computes other features in training mode"
+            feature_input_error(model, 32)
+            == "the network computes different features in training mode"
         )
         assert feature_input_error(model, 32, training=False) is None
 

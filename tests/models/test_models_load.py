@@ -130,7 +130,7 @@ class TestLoading:
 
     def test_rejects_tensors_of_another_network(self, tmp_path: Path) -> None:
         path = f"{save_random_network(tmp_path, 'resnet')}/model.safetensors"
-        with refused("weights.missing_tensors", " missing: cls_token", "not of this network: "):
+        with refused("weights.missing_tensors", " missing: cls_token", "not in this network: "):
             build_model(
                 path, num_classes=5, args={"architecture": "vit_tiny_patch16_224", **TINY_ARGS}
             )

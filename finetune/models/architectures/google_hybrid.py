@@ -63,7 +63,7 @@ def vit_hybrid(
 
     Args:
         layers: number of bottleneck blocks in each stage.
-        channels: output channels of each stage; its bottlenecks have a quarter of them.
+        channels: output channels of each stage; inside its bottleneck blocks, a quarter as many.
         stem_chs: output channels of the stem.
     Source: vision_transformer, vit_jax/models_resnet.py.
     """

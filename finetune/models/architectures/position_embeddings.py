@@ -2,8 +2,8 @@
 
 Three kinds are added to the tokens: a learned vector per position ("learned_1d"), learned vectors
 per row and per column of the grid ("learned_2d"), and a fixed table of sines and cosines
-("sinusoidal"). "relative" instead adds to the attention scores the product of the query with a
-learned vector per distance between two positions.
+("sinusoidal"). "relative" instead learns one vector per distance between two positions; the product
+of the query with this vector is added to the attention scores.
 """
 
 # B batch, N tokens (class token first), D width, G heads, C channels of a head, h w grid of patches
@@ -167,7 +167,7 @@ def add_position_embedding(
 
 
 def position_table(pos_embed: Tensor | nn.Module | None) -> Tensor | None:
-    """Return the table (1, N, D) that a `pos_embed` adds to the tokens; None if it adds nothing."""
+    """Return the table (1, N, D) that `pos_embed` adds to the tokens; None if there is none."""
     if isinstance(pos_embed, Learned2dPositionEmbedding):
         table: Tensor = pos_embed()
         return table
@@ -182,8 +182,8 @@ def resize_position_embedding(name: str, tensor: Tensor, grid: tuple[int, int]) 
         tensor: position embeddings of a square grid.
         grid: target (h, w) in patches.
     Returns: position embeddings of the target grid. Embeddings of kind "relative" are returned
-        unchanged, so loading them fails with a shape mismatch: a distance along the sequence means
-        another offset in the image when the grid width changes.
+        unchanged, so that loading them fails with a shape mismatch. Resizing would be wrong: if the
+        grid width changes, the same distance along the sequence is another offset in the image.
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "pos_embed":

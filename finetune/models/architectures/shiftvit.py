@@ -1,9 +1,9 @@
-"""ShiftViT: a vision transformer that shifts channels instead of attention, registered with timm.
+"""ShiftViT: a vision transformer with channel shifts in place of attention, registered with timm.
 
 The argument `shift` selects a version. "paper" shifts one twelfth of the channels by one token in
-each of the four directions. "document" reproduces the code of the Keras tutorial on ShiftViT, which
-shifts nothing: for each direction it zeroes one edge in twelve channels. In both versions, the
-residual branch starts after the shift, and no norm precedes the pooling.
+each of the four directions. "document" reproduces the code of the Keras tutorial on ShiftViT. That
+code shifts nothing: for each direction it zeroes one edge in twelve channels. In both versions, the
+shortcut starts after the shift, and no norm precedes the pooling.
 """
 
 # B batch, H W height and width of the token grid (of an image: in pixels), C channels, K classes
@@ -156,7 +156,7 @@ class ShiftViT(nn.Module):
         drop_rate: dropout rate before the classifier.
         proj_drop_rate: dropout rate after both layers of the MLP.
         drop_path_rate: stochastic depth rate of the last block.
-    Raises: ValueError for an unknown `shift`, or if C does not allow the channel groups.
+    Raises: ValueError for an unknown `shift`, or if C cannot be split by `num_div`.
     Source: Wang et al., "When Shift Operation Meets Vision Transformer" (2022); Keras, code
         examples, "A Vision Transformer without Attention".
     """

@@ -1,4 +1,4 @@
-"""Image classifiers of transformers (CvT, PVT, …), wrapped as a network registered with timm.
+"""Image classifiers of transformers (CvT, PVT, …), wrapped in one network registered with timm.
 
 The network is built by transformers' own classes from its config.json; code from a Hub repository
 never runs.
@@ -90,7 +90,7 @@ class TransformersClassifier(nn.Module):
         return self.network.get_submodule(CLASSIFIER_NAME)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Turn on activation checkpointing."""
+        """Turn on activation checkpointing; `enable=False` does nothing."""
         assert self.network.supports_gradient_checkpointing or not enable
         if enable:
             self.network.gradient_checkpointing_enable()

@@ -3,8 +3,8 @@
 The network follows the description in the paper review: patches flattened as (channel, row,
 column), pre-LN blocks, dropout only on attention weights and in the head, and a head that ends in a
 LayerNorm over the K logits. The review reports 302,520,350 parameters. Blocks, class token, patch
-embedding and head have 2,048 fewer, which is exactly one more LayerNorm over D = 1024. We put it
-after the last block, as is usual in pre-LN networks.
+embedding and head together have 2,048 fewer. This is the size of one LayerNorm over D = 1024, which
+we put after the last block, as is usual in pre-LN networks.
 """
 
 # B batch, N tokens (class token first), D width, G heads, C channels (in attention: head width),
@@ -96,7 +96,7 @@ class _Block(nn.Module):
     def forward(self, tokens_BND: Tensor, shared_pos_embed: Tensor | nn.Module | None) -> Tensor:
         """Transform tokens (B, N, D).
 
-        If given, `shared_pos_embed`, which all blocks share, replaces the block's own `pos_embed`.
+        `shared_pos_embed`, which all blocks share, replaces the block's own `pos_embed` if given.
         """
         position = self.pos_embed if shared_pos_embed is None else shared_pos_embed
         relative = position if isinstance(position, RelativePositionEmbedding) else None
@@ -125,7 +125,7 @@ class ScratchViT(nn.Module):
         where: one of `position_embeddings.POSITION_LOCATIONS`; None for the default of `position`.
             With "every_layer", each block, including the first, adds its own position embeddings to
             its input, and the stem adds none. With "every_layer_shared" all blocks share one set;
-            for the fixed "sinusoidal" table both are equivalent.
+            for the fixed "sinusoidal" table this makes no difference.
         drop_rate: dropout rate in the head.
         attn_drop_rate: dropout rate on attention weights.
     Raises: ValueError for values that conflict.

@@ -33,7 +33,7 @@ def load_weights(
     converts it and loads it strictly.
 
     Args:
-        weights: the weights; if `weights.state` is None, the network is returned unchanged.
+        weights: pretrained weights; if their `state` is None, the network is returned unchanged.
         create_args: keyword arguments that created `model`, including `num_classes`.
         posemb: method for position embeddings, "paper" or "timm".
         keep_head: True loads the pretrained head, False keeps the head of `model`.
@@ -158,7 +158,7 @@ def _mismatch_error(
             f"{k} {tuple(state[k].shape)} for {tuple(model_state[k].shape)}" for k in shapes
         ],
         ("weights.missing_tensors", "missing:"): [k for k in model_state if k not in state],
-        ("weights.unknown_tensors", "not of this network:"): [
+        ("weights.unknown_tensors", "not in this network:"): [
             k for k in state if k not in model_state
         ],
     }

@@ -54,8 +54,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise WeightsError(
-                f"{path.name}: tensor '{name}' has {count} NaN or infinite values, so its training "
-                f"diverged; use an earlier checkpoint",
+                f"{path.name}: tensor '{name}' has {count} NaN or infinite values, so the "
+                f"training run diverged; use an earlier checkpoint",
                 code="weights.not_finite",
             )
     return tensors
@@ -71,8 +71,8 @@ def _check_dense(path: Path, name: str, tensor: Tensor) -> None:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes > ALWAYS_ALLOWED_BYTES and num_bytes > tensor.untyped_storage().nbytes():
         raise WeightsError(
-            f"{path.name}: tensor '{name}' expands a few numbers to {num_bytes:,} bytes, so it is "
-            f"not a weight; save it with clone()",
+            f"{path.name}: tensor '{name}' is a view that expands fewer numbers to {num_bytes:,} "
+            f"bytes; save a copy of it, made with clone()",
             code="weights.too_large",
         )
 

@@ -80,7 +80,7 @@ def match_by_shape(
     Args:
         state: the weights, in file order.
         model_state: the network's state dict.
-        head_names: modules of the network whose number of classes may differ.
+        head_names: names of the network's classifiers; their number of classes may differ.
     Returns: pairs (name in the weights, name in the network); [] if any pair does not match.
     """
     if len(state) != len(model_state):

@@ -298,7 +298,7 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
 
 
 def _add_tensors(path: Path, weights: Weights, sha256: str | None = None) -> Weights:
-    """Add the tensors of a file to the weights, and its name and sha256 to the provenance.
+    """Add a file's tensors to the weights, and the file's name and sha256 to the provenance.
 
     Args:
         path: the weights file.

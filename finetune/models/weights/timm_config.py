@@ -72,10 +72,10 @@ class Weights:
 
     Attributes:
         architecture: timm's name, without a tag.
-        model_args: keyword arguments of timm.create_model() with which the tensors fit.
+        model_args: keyword arguments of timm.create_model() for a network that fits the tensors.
         config: timm's pretrained configuration (mean, std, input_size, classifier, …).
-        state: {name: tensor} on the CPU, all finite; None for random weights, or before they are
-            read.
+        state: {name: tensor} on the CPU, all finite; None for random weights, or before the tensors
+            are read.
         class_names: names in the order of the classifier's outputs; None if the weights have none.
         provenance: source, revision, file, sha256, license.
         temperature: divisor of the logits before softmax; None if it was not fitted.
@@ -144,7 +144,7 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
     content = read_untrusted_json(path, label)
     if not isinstance(content, dict) or "architecture" not in content:
         kind = "transformers" if isinstance(content, dict) and "architectures" in content else ""
-        cause = f"{label} is in {kind}'s format" if kind else f"{label} has no architecture"
+        cause = f"{label} is in {kind}' format" if kind else f"{label} has no architecture"
         raise WeightsError(
             f"{cause}; choose weights in timm's format (hf-hub:timm/…)", code="weights.wrong_format"
         )
@@ -257,7 +257,7 @@ class PretrainedConfig(BaseModel):
 
 
 class Temperature(BaseModel):
-    """The calibration of a multi-class model; `split` is the one that the temperature fits."""
+    """The calibration of a multi-class model: a temperature, and the split it was fitted on."""
 
     temperature: _Positive
     split: Annotated[str, Field(min_length=1)]
@@ -299,7 +299,7 @@ def _wrong_value_error(label: str, key: str, value: object, expected: str) -> We
 
 
 def _read_model_args(args: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return and validate the model_args, without those that build_model() sets itself."""
+    """Validate the model_args; return them without those that build_model() sets itself."""
     args = {key: value for key, value in args.items() if key != "num_classes"}
     if args.get("in_chans") in (3, None):
         args.pop("in_chans", None)

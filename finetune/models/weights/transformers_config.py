@@ -190,7 +190,7 @@ def _convert_preprocessing(
     Args:
         config: the network's configuration, whose image size is the default.
         processor: the image processor's configuration.
-        written: the same as in preprocessor_config.json; empty without that file.
+        written: the raw content of preprocessor_config.json; empty without that file.
     """
     default = config.image_size or (224, 224)
     size = processor.size or default

@@ -160,9 +160,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def redact_secrets(text: str) -> str:
     """Replace tokens and passwords in a text with ***, before it is printed or saved.
 
-    Secrets are: the values of environment variables whose name contains token, secret, password or
-    key; the saved Hub login token; any word that looks like a Hub token; and the user info before
-    the @ of a URL.
+    Secrets are: the values of environment variables whose name contains TOKEN, SECRET, PASSW,
+    API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; any word
+    that looks like a Hub token; and the user info before the @ of a URL.
 
     Args:
         text: a message, a traceback or a command-line argument.

@@ -88,7 +88,7 @@ def resume_garbage_collection() -> None:
 
 
 def skip_interpreter_teardown() -> Callable[[int], None]:
-    """Exit without the interpreter's teardown, which takes 1.5 seconds with the libraries loaded.
+    """Prepare an exit without the interpreter's teardown, which takes 1.5 s with the libraries.
 
     Call this before importing the libraries, so that their own exit handlers run first.
 
@@ -99,7 +99,7 @@ def skip_interpreter_teardown() -> Callable[[int], None]:
 
     def exit_now() -> None:
         if codes:
-            # A stream may be closed: then Python reports it at exit.
+            # If a stream is closed, exit normally; Python then reports the closed stream.
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()

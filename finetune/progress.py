@@ -26,7 +26,7 @@ def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
 
 
 def step_postfix(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a training line of metrics.jsonl to show next to the progress bar."""
+    """Format a training line of metrics.jsonl as the postfix of the progress bar."""
     loss, rate = line["loss"], line["images_per_second"]
     return {
         "loss": "-" if loss is None else f"{loss:.4f}",
@@ -50,14 +50,14 @@ def _bar(
 ) -> tqdm[Any]:
     kind = tqdm if sys.stderr.isatty() else lines
     count = "{n_fmt} of {total_fmt}" + ("B" if unit == "B" else f" {unit}s")
-    line = f"finetune: {{desc}}{count}, {{elapsed}} passed, {{remaining}} to go{{postfix}}"
+    line = f"finetune: {{desc}}{count}, {{elapsed}} elapsed, {{remaining}} left{{postfix}}"
     return kind(
         total=total,
         unit=unit,
         unit_scale=unit == "B",
         file=sys.stderr,
         bar_format=None if kind is tqdm else line,
-        leave=kind is tqdm,  # lines stay anyway; this would add an empty one
+        leave=kind is tqdm,  # for lines, True would add an empty line
         dynamic_ncols=True,
         mininterval=0.5,
         disable=not (shown and logger.isEnabledFor(logging.INFO)),

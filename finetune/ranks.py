@@ -8,7 +8,7 @@ __all__ = ["is_local_main_process", "is_main_process", "local_world_size"]
 
 
 def local_world_size(world_size: int) -> int:
-    """Return the number of the launch's processes on this host; all of them if not set."""
+    """Return the number of ranks on this host: LOCAL_WORLD_SIZE, or `world_size` if it is unset."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 

@@ -73,7 +73,7 @@ def test_a_slow_loop_over_a_dataset_shows_the_remaining_time(
         written = capsys.readouterr().err.splitlines()
         assert len(written) == num_lines
     assert written[0].startswith("finetune: train: 6 of 30 images, ")
-    assert written[0].endswith(" to go")
+    assert written[0].endswith(" left")
     with progress.item_bar(30, label="train", shown=False) as bar:
         seconds += 100
         bar.update()

@@ -177,7 +177,7 @@ class _EventHandlers:
 
 
 def theme_options(gr: ModuleType) -> dict[str, Any]:
-    """Return Gradio's theme and our CSS, with system fonts only: web fonts need other hosts."""
+    """Return Gradio's theme and our CSS, with system fonts, which need no other host."""
     theme = gr.themes.Base(
         primary_hue="orange",
         neutral_hue="stone",

@@ -1,8 +1,8 @@
 """ASGI middleware in front of Gradio: only same-origin requests, small bodies and uploaded files.
 
-Gradio limits the size of an uploaded file and the files that can be read. It does not refuse
-requests from pages of other origins, many or large files in one form, large JSON bodies, local
-paths without Gradio's metadata, or URLs, which it downloads.
+Gradio itself limits the size of an uploaded file and which files can be read. This middleware also
+refuses what Gradio accepts: requests from pages of other origins; forms with many or large files;
+large JSON bodies; local paths without Gradio's metadata; and URLs, which Gradio would download.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_FRAMES = b"frame-ancestors 'none'"
 
 
 class _RequestRefused(Exception):
-    """Refuse a request with a status and a message."""
+    """Raised to refuse a request with an HTTP status and a message."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -106,9 +106,9 @@ class DemoMiddleware:
                 self._check_file(file[1])
             return receive, 0
         if scope["method"] != "POST" or not _ALLOWED_POST.fullmatch(path):
-            raise _RequestRefused(404, "there is no such page")
+            raise _RequestRefused(404, "page not found")
         if is_cross_origin(headers) and headers.get("origin") not in self._trusted_origins:
-            raise _RequestRefused(403, "a page of another origin may not use this demo")
+            raise _RequestRefused(403, "cross-origin requests are not allowed")
         length = headers.get("content-length", "")
         if not length.isdecimal() or "transfer-encoding" in headers:
             raise _RequestRefused(411, "a request needs a Content-Length")
@@ -147,7 +147,7 @@ class DemoMiddleware:
         return replay
 
     def _check_value(self, value: Any) -> Any:
-        """Return an input that Gradio may handle: null, the number of an example, or an upload."""
+        """Return an input to forward to Gradio: null, the number of an example, or an upload."""
         if value is None or type(value) is int:
             return value
         path = value.get("path") if isinstance(value, dict) else None

@@ -64,8 +64,8 @@ def model_title(model: str) -> str:
 def summarize_model(model: str, classifier: Classifier) -> list[str]:
     """Return short facts: number of classes, input size, and the recorded accuracy or mAP.
 
-    The metric is that of test or, without a test split, of validation. For few images, an accuracy
-    has a 95 % interval; for too few, the metric also has a warning.
+    The metric is from the test split or, if there is none, from validation. An accuracy on few
+    images is followed by its 95 % interval; a metric on too few images, by a warning.
     """
     height, width = classifier.pipeline.image_size
     classes = pluralize(len(classifier.class_names), "class", "classes")
@@ -148,7 +148,7 @@ def copy_example_images(model: str, destination: Path) -> list[Path]:
 
 
 def _save_examples_from_data(model: str, destination: Path) -> list[Path]:
-    """Save an image of each of some classes as PNG, from test or, without test, from val."""
+    """Save one image each of up to six classes as PNG, from test or, without a test split, val."""
     try:
         recipe = load_run_recipe(model)
         if recipe is None:

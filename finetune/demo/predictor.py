@@ -98,7 +98,7 @@ class DemoPredictor:
     def _top_classes(
         self, images_BCHW: torch.Tensor
     ) -> tuple[list[tuple[str, float]], list[float] | None]:
-        """Return `top` and `thresholds` of the prediction; `top` has every predicted label."""
+        """Return `top` (the best five classes, and every predicted label) and `thresholds`."""
         classifier = self.classifier
         confidences_K = classifier.confidences(classifier.network(images_BCHW))[0]
         # same order as Classifier.predict: ties by class index

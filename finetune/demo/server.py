@@ -105,7 +105,7 @@ def run_server(
             allowed_paths=[],
             max_file_size=MAX_UPLOAD_MB * 2**20,
             app_kwargs={
-                # a public link or a Space has another name
+                # a public link or a Space has another host name
                 "middleware": _build_middleware(
                     workspace, host=None if share or is_space else host, is_space=is_space
                 ),
@@ -124,7 +124,7 @@ def run_server(
                     code="setup.unreachable",
                 )
             process_lifecycle.resume_garbage_collection()
-            logger.info(f"the demo is on {url}; Ctrl-C ends it")
+            logger.info(f"the demo is at {url}; press Ctrl-C to stop it")
             if share:
                 logger.info(f"anyone with this link can use it: {app.share_url}")
             stop.wait()
@@ -135,9 +135,9 @@ def run_server(
 
 
 def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:
-    """Build the middleware; for a loopback `host`, it also accepts no other name of this server.
+    """Build the middleware; for a loopback `host`, it refuses requests under any other host name.
 
-    Another name may mean that a foreign page resolves it to this machine (DNS rebinding).
+    Such a name may be the domain of a foreign page that resolves to this machine (DNS rebinding).
     """
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -171,7 +171,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _resolve_port(host: str, port: int) -> int:
-    """Check that the port is free, which is faster than loading the weights first.
+    """Check that the port is free, before the slow loading of the weights.
 
     Returns: the port; for port 0, a free port.
     Raises: SetupError if the server cannot listen there.

@@ -184,7 +184,7 @@ def _is_exported_space(marker: Path) -> bool:
 
 
 def _remove_earlier_export(target: Path) -> None:
-    """Remove the files of an earlier export, first the file that marks it as complete."""
+    """Remove the files of an earlier export, starting with the file that marks it as complete."""
     for name in reversed(_EXPORTED_FILES):
         (target / name).unlink(missing_ok=True)
     for name in _EXPORTED_FOLDERS:
@@ -247,7 +247,7 @@ def _copy_model(model: str, target: Path) -> None:
 
 
 def _copy_package(target: Path) -> None:
-    """Copy this package without its embedded weights, and its license file if there is one."""
+    """Copy this package without its embedded weights, and its license file if it exists."""
     source = Path(__file__).resolve().parents[1]
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "embedded")
     shutil.copytree(source, target, ignore=ignore)

@@ -14,7 +14,7 @@ __all__ = ["list_files", "remove_oldest_files", "temporary_workspace"]
 
 _FOLDER_PREFIX = "finetune-demo-"
 _LOCK_FILE = "lock"
-_MIN_CHARGED_BYTES = 2**16  # counted per file at least, to limit the number of tiny files too
+_MIN_CHARGED_BYTES = 2**16  # a file counts as at least this, to limit the number of tiny files
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def _remove_abandoned_folders() -> None:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders, even while others remove some."""
+    """Return the files in a folder and its subfolders, even while other processes remove some."""
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Temperature scaling: calibrate confidences with one number that is fitted on validation.
+"""Temperature scaling: calibrate confidences with one number, fitted on the validation split.
 
 Dividing all logits by a temperature T changes the confidences, but no prediction and no accuracy.
 Source: Guo et al. 2017, On Calibration of Modern Neural Networks, section 4.2.

@@ -1,10 +1,10 @@
-"""Check a recipe's claims: compare the numbers that its sources report with the run's metrics.
+"""Check a recipe's claims: compare the published numbers that it cites with the run's metrics.
 
 Each evaluation ends a window of steps, which begins after the previous evaluation. A claim's "when"
 selects one window. For this window, a "val" metric is read from the evaluation at its end, and a
-"train" metric is the mean of the log lines within it (what papers print next to an epoch's
-validation). A "test" metric is always the one measured at the end of the run. Missing data raises
-no error: the verdict is "not measured", with the reason.
+"train" metric is the mean of the log lines within it, as papers report the training loss of an
+epoch. A "test" metric is always the one measured at the end of the run. Missing data raises no
+error: the verdict is "not measured", with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 PERCENT_METRICS = ("top1", "top5", "balanced_accuracy", "macro_f1", "micro_f1", "map")
 VERDICTS = ("met", "not met", "not measured")
 
-_ABSOLUTE_TOLERANCE = 1e-9  # 0.8 is within 0.1 of 0.7 despite binary fractions
+_ABSOLUTE_TOLERANCE = 1e-9  # 0.8 is within 0.1 of 0.7 despite floating-point rounding
 
 
 def primary_metric(metrics: Container[str]) -> str:
@@ -112,13 +112,13 @@ class _MetricsLog:
                 for w in self.eval_windows
             ]
             known = [(value, window) for value, window in values if value is not None]
-            if not known:  # only in the final results, which are those of the kept checkpoint
+            if not known:  # the metric is only in the final results, of the kept checkpoint
                 return self.eval_windows[-1]
             lower_is_better = metric.endswith(("loss", "ece"))
             return (min if lower_is_better else max)(known, key=lambda pair: pair[0])[1]
         epoch = _parse_epoch(when, "epoch")
         if epoch is None:
-            return f"'{when}' is not a moment; use end, first, best or epoch N"
+            return f"when: '{when}' selects no evaluation; use end, first, best or epoch N"
         end_step = epoch * self.steps_per_epoch
         for window in self.eval_windows:
             # steps per epoch may be fractional: accept a window that ends one step early or late
@@ -149,7 +149,7 @@ class _MetricsLog:
         return (
             self.read_final_result(metric)
             if allow_final_results
-            else _Measurement(None, f"{metric} is read once, at the end")
+            else _Measurement(None, f"{metric} is measured only at the end")
         )
 
     def read_final_result(self, metric: str) -> _Measurement:
@@ -184,7 +184,7 @@ class _MetricsLog:
     def fit_slope(self, metric: str, after_epoch: int) -> _Measurement:
         """Fit the least-squares slope per epoch over the evaluations after an epoch."""
         if metric.startswith("test"):
-            return _Measurement(None, "the test split is read once, at the end; it has no trend")
+            return _Measurement(None, "the test split is measured only at the end: no trend")
         points = []
         for window in self.eval_windows:
             # exclude the evaluation at the end of `after_epoch` itself
@@ -271,7 +271,7 @@ def _check_claim(claim: Mapping[str, Any], metrics_log: _MetricsLog) -> dict[str
         if isinstance(window, _StepWindow):
             return metrics_log.measure(name, window, allow_final_results=allow_final_results)
         if allow_final_results and not metrics_log.eval_windows:
-            return metrics_log.read_final_result(name)  # of a run that was never evaluated before
+            return metrics_log.read_final_result(name)  # the run has only final results
         return _Measurement(None, window)
 
     measurement = measure(metric)

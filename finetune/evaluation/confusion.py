@@ -72,7 +72,10 @@ class ConfusionMatrix:
         return list(zip(*(column[rows].tolist() for column in columns), strict=True))
 
     def select_classes(self, limit: int) -> NDArray[np.int64]:
-        """Return up to `limit` classes, sorted: the most confused, then the most frequent ones."""
+        """Select up to `limit` classes: the most confused, then the most frequent.
+
+        Returns: class indices in ascending order.
+        """
         pairs = self.most_confused_pairs(10 * limit)
         confused = (index for true, predicted, _ in pairs for index in (true, predicted))
         frequent = np.argsort(-self.support_K, kind="stable")[:limit].tolist()

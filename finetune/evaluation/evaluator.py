@@ -33,7 +33,7 @@ __all__ = ["NUM_MISTAKES", "Evaluator", "evaluate"]
 
 # logits, labels, positions in the split
 _EvaluatedBatch: TypeAlias = tuple[Tensor, Tensor, NDArray[np.int64]]
-NUM_MISTAKES = 24  # mistakes to list in the results: of test, or of validation without a test split
+NUM_MISTAKES = 24  # wrong predictions to list, for test or, without a test split, val
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
     Args:
         model: the network, not wrapped by DDP.
         batch_size: images per batch on this rank.
-        extra_metrics: further metrics to update, with batches on the host.
+        extra_metrics: further metrics to update, with tensors in host memory.
         multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
             the best thresholds on this split.
     Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
@@ -121,7 +121,7 @@ def _wait_for_copy(batch: _EvaluatedBatch, event: torch.cuda.Event) -> _Evaluate
 
 def _force_eager() -> contextlib.AbstractContextManager[Any]:
     """Run the model uncompiled, as published, so that no evaluation batch size is compiled."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and set_stance imports it for 1 s
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; set_stance would import it in 1 s
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
@@ -131,10 +131,11 @@ class Evaluator:
     """Evaluate a split, and collect its logits and largest losses for detailed results.
 
     Args:
-        temperature: temperature at which to also compute calibrated metrics (single-label only).
+        temperature: also compute calibrated metrics at this temperature (single-label only).
         thresholds: one threshold per class (multi-label only); None fits the best ones on this
             split.
-        fit_calibration: fit the temperature (single-label) or thresholds (multi-label).
+        fit_calibration: add the fitted temperature (single-label) or the thresholds (multi-label)
+            to the results.
         num_mistakes: number of wrong predictions to list.
     """
 

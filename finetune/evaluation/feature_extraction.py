@@ -94,8 +94,8 @@ def feature_identity(built: BuiltModel, transform_spec: str | None) -> dict[str,
         built: the model, before its weights are changed.
         transform_spec: evaluation transforms; None for the default transforms of the weights.
     Returns: a JSON-serializable dict. "weights" is the sha256 over names and values of the model's
-        tensors, so position embeddings that were resized differently count as other weights.
-        Classifiers are excluded, because features do not depend on them.
+        tensors, after any resize of position embeddings. Classifiers are excluded, because
+        features do not depend on them.
     """
     digest = hashlib.sha256()
     classifier_prefixes = tuple(f"{name}." for name in linear_classifier_names(built.model))
@@ -148,7 +148,9 @@ def load_or_compute_features(
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
         extract: function from a model and images (B, C, H, W) to features (B, D).
     Returns: the features on rank 0; None on the other ranks unless `on_all_ranks`.
-    Raises: DataError for unreadable images, WeightsError for features that are not finite.
+        Unreadable images are excluded if data.unreadable is "quarantine".
+    Raises: DataError for an unreadable image if data.unreadable is "stop"; WeightsError for
+        features that are not finite.
     """
     started = time.perf_counter()
     key, values, folder = "", None, cache_path("features")
@@ -306,7 +308,7 @@ def compute_features(
 def _broadcast_features(
     values_ND: NDArray[np.float32] | None, key: str, num_images: int, accelerator: Accelerator
 ) -> NDArray[np.float32]:
-    """Broadcast rank 0's features, through its cache file if all ranks can read that."""
+    """Share rank 0's features: by its cache file if every rank can read it, else by broadcast."""
     device, is_main = accelerator.device, accelerator.is_main_process
 
     def from_main(tensor: Tensor) -> Tensor:

@@ -248,8 +248,8 @@ def probe_sgd(
         [{"features", "lr", "val_accuracy"}] and "at_edge" (True if the best rate is the first or
         the last). In a tie, the first input and the lowest rate win.
     Source: DINOv2 (Oquab et al. 2023), dinov2/eval/linear.py: its rates, momentum, weight decay
-        and inputs. Ours: features are computed once, so images are not augmented; batch size 256;
-        at least 1,000 steps.
+        and inputs. Differences: features are computed once, so images are not augmented; the batch
+        size is 256; at least 1,000 steps.
     """
     indices, (val_values, val_labels) = selection
     grid_rows = []

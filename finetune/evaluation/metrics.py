@@ -44,10 +44,10 @@ _STATE_SIZES = [_NUM_COUNTERS, _NUM_FIXED_POINT_SUMS, _NUM_FIXED_POINT_SUMS, NUM
 
 
 class Metric(Protocol):
-    """What is measured in one pass over a split: batch by batch, then over all processes."""
+    """A metric of a split, updated batch by batch and then computed over all processes."""
 
     def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
-        """Add a batch of this process: logits, labels, and the positions of the images."""
+        """Add a batch of this process; `indices` are the images' positions in the split."""
 
     def compute(self, accelerator: Accelerator) -> Any:
         """Compute the result over all processes; each of them must call this."""
@@ -150,7 +150,7 @@ class ClassificationMetrics:
         width. "confusion" has a row per true class and a column per predicted class; beyond 1,000
         classes it lists the non-zero cells as "true", "predicted" and "count". In "per_class",
         "recall" is None for a class without examples, "precision" for a class that was never
-        predicted, "f1" for a class that is both; "balanced_accuracy" and "macro_f1" are the mean
+        predicted, "f1" if both are None; "balanced_accuracy" and "macro_f1" are the mean
         recall and F1 over the classes where they are not None. "calibration" is the reliability
         diagram: the bounds, number of images, accuracy and mean confidence of each bin.
         Among equal logits, the lower class index comes first.

@@ -62,9 +62,9 @@ class MultilabelMetrics:
 
         Returns: "loss", the mean binary cross-entropy over images and classes in nats; "map", the
             mean average precision over the classes that occur; "macro_f1", the mean F1 over the
-            classes that have one; "micro_f1", over all labels together; "examples"; and
+            classes where it is not None; "micro_f1", over all labels together; "examples"; and
             "per_class". In "per_class", "ap" and "recall" are None for a class without images,
-            "precision" for a class that was never predicted, "f1" for a class that is both.
+            "precision" for a class that was never predicted, "f1" if recall and precision are None.
         Raises: DivergedError if a logit is not finite; DataError if no image has a label.
         """
         labels_NK, logits_NK = self._labels_NK, self._gather_logits(accelerator)
@@ -153,11 +153,12 @@ def _average_precision_and_threshold(
 ) -> tuple[float | None, float]:
     """Compute the average precision of a class, and the threshold with the largest F1.
 
-    The threshold is halfway between two scores, so rounding elsewhere changes no prediction.
+    The threshold is halfway between two scores, so rounding on another device changes no
+    prediction.
 
     Returns: (average precision, threshold); (None, DEFAULT_THRESHOLD) for a class without images.
     """
-    from sklearn.metrics import precision_recall_curve  # slow: half a second
+    from sklearn.metrics import precision_recall_curve  # slow to import: half a second
 
     if not labels_N.any():
         return None, DEFAULT_THRESHOLD

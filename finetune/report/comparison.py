@@ -158,8 +158,8 @@ def _format_setting(value: Any) -> str:
 def metric_columns(runs: Sequence[Run]) -> list[Column]:
     """Select the metric columns of the tables; metrics that no run has are dropped.
 
-    The columns are all test metrics, then the primary validation metric. If a finished run has no
-    test metrics, they are all validation metrics, then all test metrics.
+    If every finished run has test metrics, the columns are all test metrics, then the primary
+    validation metric; otherwise all validation metrics, then all test metrics.
     """
     headers = (
         _MULTILABEL_METRICS if any(run.is_multilabel for run in runs) else _CLASSIFICATION_METRICS
@@ -177,7 +177,7 @@ def metric_columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def _mean_cell(cells: list[Row], *, is_percent: bool) -> Row:
-    """Merge the cells of several seeds into mean ± standard deviation; a single cell is kept."""
+    """Merge the cells of several seeds into mean ± standard deviation; keep a single cell."""
     if len(cells) == 1:
         return cells[0]
     if not cells:
@@ -197,8 +197,8 @@ def group_rows(
 ) -> tuple[list[Row], tuple[str, str] | None]:
     """Build a row per recipe: mean ± standard deviation over seeds, n, and a dot plot of the runs.
 
-    If several runs have the same seed, only the first of them counts; the text "twins" of the row
-    then names the seed.
+    If several runs have the same seed, only the first of them counts, and "twins" in the row is a
+    note that names the seed.
 
     Args:
         columns: the result of `metric_columns`; the dot plot shows the first column.

@@ -154,7 +154,7 @@ def create_panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def write_empty_note(axes: Axes, text: str) -> None:
-    """Write a note into the middle of empty axes: why they are empty."""
+    """Write into the middle of empty axes why they are empty."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", c=COLORS["muted"])
 
 

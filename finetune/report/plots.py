@@ -312,7 +312,7 @@ def plot_reliability_diagram(
     *,
     title: str | None = None,
 ) -> Figure:
-    """Plot accuracy over confidence, with the number of images in each bin below.
+    """Plot accuracy over confidence and, below it, the number of images in each bin.
 
     Args:
         bins: calibration bins, each a dict with keys "low", "high", "count", "accuracy" and
@@ -380,7 +380,7 @@ def _draw_reliability_diagram(upper: Axes, lower: Axes, bins: Sequence[Mapping[s
 def _metric_series(
     history: Sequence[Mapping[str, Any]], split: str, key: str
 ) -> tuple[list[float], list[float]]:
-    """Return steps and values of a curve, without missing values; averaged if it is too long."""
+    """Return steps and values of a curve, without missing values; average very long curves."""
     value_at_step = {
         line["step"]: line[key]  # a later line of the same step wins
         for line in history

@@ -124,7 +124,8 @@ class _TrainingImage(TypedDict):
     name: str
     label: NotRequired[int]
     labels: NotRequired[list[int]]  # instead of "label", for multi-label data
-    # as decoded, as augmented in one or more epochs, as evaluated; the page loads nothing else
+    # as decoded, as augmented in one or more epochs, as evaluated; all are data URIs, because the
+    # page must not load other files
     pictures: Annotated[list[Annotated[str, Field(pattern="^data:image/")]], Field(min_length=3)]
 
 
@@ -308,7 +309,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl; skip a last line that a kill truncated."""
+    """Read the lines of metrics.jsonl; skip the last line if it is truncated (a killed run)."""
     try:
         rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).splitlines()
     except (FileNotFoundError, NotADirectoryError):

@@ -163,7 +163,7 @@ def _format_short_count(count: int | None) -> str:
 def class_rows(run: Run, split: str) -> list[Row]:
     """Build a row per class: name, support, metrics, and the 95 % interval of the recall.
 
-    With more than 1,000 classes, only the 200 classes with the lowest F1, ties by support.
+    With more than 1,000 classes, only the 200 with the lowest F1; in a tie, the larger ones first.
     """
     rows = run.metrics(split).get("per_class", [])
     shown_indices = list(range(len(rows)))
@@ -255,7 +255,7 @@ def speed_section(run: Run) -> Row:
         shares_text = ", ".join(
             f"{name} {format_percent(fraction, 1)}" for name, fraction in time_shares
         )
-        rows.append(("Of this time", shares_text))
+        rows.append(("Shares of time", shares_text))
     return {"rows": rows, "share": time_shares}
 
 
@@ -275,7 +275,7 @@ def _num_val_images(run: Run) -> int | None:
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
-    """Describe the data: image counts, how it selected the weights, when test was read."""
+    """Describe the data: image counts, how the weights were selected, when test was evaluated."""
     data = run.recipe.data
     split_sizes = run.plan.get("images", {})
     rows = [("Source", data.source)]
@@ -286,7 +286,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     draws_K = _per_class_counts(run, "class_draws")
     num_train = split_sizes.get("train")
     if run.is_multilabel and counts_K is not None and num_train:
-        rows.append(("Labels per image", f"{counts_K.sum() / num_train:.2f}, the mean of train"))
+        rows.append(("Labels per image", f"{counts_K.sum() / num_train:.2f} on average in train"))
     if counts_K is not None and (imbalance_note := describe_imbalance(counts_K, run.class_names)):
         rows.append(("Rare classes", imbalance_note))
     if data.sampling and counts_K is not None and draws_K is not None:
@@ -294,29 +294,34 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("Sampling", f"{data.sampling}: {words}"))
     num_read = run.plan.get("images_read")
     if num_read is not None and num_read != num_train:
-        rows.append(("Read of train", f"{format_count(num_read)}; the others could not be decoded"))
+        rows.append(
+            ("Readable train images", f"{format_count(num_read)}; the others could not be decoded")
+        )
     if run.metrics("val") or _log_lines(run, "val"):
         best = run.recipe.run.best
-        selection = f"validation, by {best}" if best != "last" else "nobody: the last step is kept"
+        selection = f"by {best}" if best != "last" else "none: the last step is kept"
         if "test" in split_sizes and best != "last":
-            selection += "; the test split was not used for it"
+            selection += "; the test split was not used"
     else:
-        selection = "nobody: there is no validation split, the last step is kept"
-    rows.append(("Who chose the weights", selection))
+        selection = "none: there is no validation split, so the last step is kept"
+    rows.append(("Weight selection", selection))
     if run.metrics("test"):
-        rows.append(("Test", "read once, at the end"))
+        rows.append(("Test", "evaluated once, at the end"))
     elif not run.recipe.run.test:
-        rows.append(("Test", "not read: run.test is false"))
+        rows.append(("Test", "not evaluated: run.test is false"))
     elif run.results and "test" not in split_sizes:
-        rows.append(("Test", "the data has no test split: the metrics are of validation"))
+        rows.append(("Test", "the data has no test split; the metrics are from validation"))
     else:
-        rows.append(("Test", "not read"))
+        rows.append(("Test", "not evaluated"))
     num_skipped = run.results.get("skipped_steps")
     if num_skipped:
         rows.append(
-            ("Skipped steps", f"{format_count(num_skipped)}, with a loss that was not finite")
+            ("Skipped steps", f"{format_count(num_skipped)}, because the loss was not finite")
         )
-    for key, label in (("train_pipeline", "In training"), ("eval_pipeline", "In evaluation")):
+    for key, label in (
+        ("train_pipeline", "Train transforms"),
+        ("eval_pipeline", "Eval transforms"),
+    ):
         if run.plan.get(key):
             rows.append((label, str(run.plan[key])))
     return rows

@@ -57,17 +57,17 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
         picture, small = _thumbnail(split, mistake) if split is not None else ("", False)
         rows.append({**row, "name": row["name"] or "", "picture": picture, "small": small})
     if split is not None and rows and not any(row["picture"] for row in rows):
-        note = "Images are not shown: the data is no longer what the run was measured on."
+        note = "Images are not shown: the data has changed since the run."
     return rows, note if rows else ""
 
 
 def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     """Return a thumbnail of the first image of each class.
 
-    Returns: a pair (data URI, whether the page enlarges the image) per class. The list is empty for
-        multi-label data and for more than 50 classes; for streamed data, which would have to read a
-        whole shard per image; and if the class counts differ from those in the results, because
-        then the labels may have another meaning.
+    Returns: a pair (data URI, whether the page enlarges the image) per class. The list is empty if
+        the split is None, is multi-label, has more than 50 classes, is streamed (each image would
+        cost reading a whole shard), or has other class counts than the results (the labels may
+        then have another meaning).
     """
     rows = run.metrics(run.reported_split).get("per_class", ())
     if split is None or split.is_streamed or split.is_multilabel:
@@ -150,7 +150,7 @@ def _thumbnail(
 
 
 def to_data_uri(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> str:
-    """Encode an image as a data URI: a small image as PNG, else as JPEG, which is 10x smaller.
+    """Encode an image as a data URI: PNG below 96 pixels, else JPEG, which is 10x smaller.
 
     Args:
         pixels_HWC: an RGB image, uint8.
@@ -185,8 +185,8 @@ def no_mistakes_reason(run: Run) -> str:
     """Explain why no mistakes are shown."""
     metrics = run.metrics(run.reported_split)
     if not metrics:
-        return "Neither a test nor a validation split was measured."
+        return "Neither a test nor a validation split was evaluated."
     if metrics.get("top1") == 1 or metrics.get("mistakes") == []:
         name = SPLIT_NAMES[run.reported_split]
         return f"There are none: every {name} image was classified correctly."
-    return "This run did not record single mistakes."
+    return "This run did not record individual mistakes."

@@ -6,11 +6,11 @@ values there. Sums over such images add values rounded to multiples of a fixed s
 exact and do not depend on the size of the canvas.
 
 No operation rounds its result, so each agrees with torchvision on float images. torchvision's uint8
-path truncates after every operation: its values are 0.5 of 255 levels lower on average and at most
-about 2 (1.4 and 5 over the four operations of color_jitter). Differences are larger where an
-operation is steep or discontinuous: posterize and solarize, if earlier operations left values
-between two integers; equalize, whose lookup table can jump between neighboring values; and hue near
-gray, after another operation.
+path truncates after every operation: its values (0 to 255) are lower, by 0.5 on average and at most
+about 2; after the four operations of color_jitter, by 1.4 on average and at most about 5.
+Differences are larger where an operation is steep or discontinuous: posterize and solarize, if
+earlier operations left values between two integers; equalize, whose lookup table can jump between
+neighboring values; and the hue of nearly gray pixels, after another operation.
 """
 
 # B batch, H W pixels
@@ -80,8 +80,8 @@ def adjust_brightness_contrast_saturation(
 ) -> Tensor:
     """Adjust brightness, contrast or saturation in place, one of them per sample.
 
-    Brightness scales the distance of a pixel from black, contrast that from the mean gray value of
-    the image, saturation that from the pixel's own gray value.
+    Each scales the distance of a pixel from a reference: black for brightness, the mean gray value
+    of the image for contrast, the pixel's own gray value for saturation.
 
     Args:
         images_B3HW: float32 images.
@@ -135,8 +135,8 @@ def apply_color_jitter(
 
     Args:
         images_B3HW: float32 images.
-        factors: (B, 4) parameters of the adjustments BRIGHTNESS, CONTRAST, SATURATION and HUE.
-        order: (B, N) adjustment of each sample at each of N steps.
+        factors: (B, 4) scale factors for BRIGHTNESS, CONTRAST and SATURATION, and the HUE shift.
+        order: (B, N) the adjustment (BRIGHTNESS to HUE) that each sample gets in each of N steps.
         sizes: (B, 2) image sizes; see the module docstring.
     """
     rows = np.arange(len(order))
@@ -190,7 +190,7 @@ def _jitter_range(jitter: JitterRange, center: float) -> tuple[float, float]:
 def adjust_sharpness(
     images_B3HW: Tensor, factors: FloatArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Scale the distance from the 3x3 smoothed image by `factors` (B,); keep border pixels."""
+    """Scale the distance from the 3x3 smoothed image by `factors` (B,), except at the border."""
     if min(images_B3HW.shape[2:]) <= 2:
         return images_B3HW
     kernel = to_device(_SMOOTHING_KERNEL, images_B3HW.device)

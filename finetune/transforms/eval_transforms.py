@@ -69,7 +69,7 @@ def build_pipeline(
 
 
 def add_corruption(transform_spec: str, kind: str, severity: int) -> str:
-    """Append a corruption to an evaluation spec; remove `normalise`, which is added at the end."""
+    """Append a corruption to an evaluation spec, without its `normalise`, which must come last."""
     operations = [word.strip() for word in transform_spec.split("|")]
     without_normalise = [word for word in operations if not word.startswith("normalise")]
     return " | ".join([*without_normalise, f"corrupt('{kind}', {severity})"])

@@ -1,8 +1,8 @@
 """Plan the execution order and image sizes of transform operations (no torch here).
 
 Consecutive geometric operations are fused into one step, which costs one resampling. A pixel
-operation (rotation or color) that follows a geometric step moves before it if the step, up to that
-point, enlarges the image.
+operation (rotation or color) after geometric operations that enlarge the image is moved before
+them, where it processes fewer pixels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotations and other affine warps, and masks of images and of rectangles."""
+"""Rotations and other affine warps, masks of valid pixels, and masks of rectangles."""
 
 # B batch, C channels, H W pixels; b is B, or 1 if all samples share it
 

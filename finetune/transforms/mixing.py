@@ -82,7 +82,7 @@ def _mixup(own_bCHW: Tensor, other_bCHW: Tensor, own_share: FloatArray) -> Tenso
 def _cutmix(
     own_bCHW: Tensor, other_bCHW: Tensor, rng: SampleRNG, own_share: FloatArray
 ) -> tuple[Tensor, FloatArray]:
-    """Paste a rectangle of the partner. Returns: images, and the own share of their area, (b,)."""
+    """Paste a rectangle of the partner. Returns: images, and the share (b,) that is not pasted."""
     size = (own_bCHW.shape[2], own_bCHW.shape[3])
     box = draw_cutmix_boxes(rng, size, own_share)
     mixed = torch.where(box_mask(box, size, own_bCHW.device), other_bCHW, own_bCHW)
@@ -97,7 +97,7 @@ def draw_cutmix_boxes(
     Args:
         rng: random numbers, one stream per sample.
         size: (height, width) of the images in pixels.
-        keep_share: (B,) fraction of the image that the rectangle leaves, before clipping.
+        keep_share: (B,) fraction of the image outside the rectangle, before clipping.
     Returns: top, left, height, width, each (B,).
     Source: torchvision, transforms.v2.CutMix.make_params.
     """

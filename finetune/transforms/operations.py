@@ -154,7 +154,8 @@ OPERATIONS: dict[str, Operation] = {
         is_random=True,
     ),
     "cutmix": Operation(
-        "paste a rectangle of another image, mix labels by area, drawn from Beta(alpha, alpha)",
+        "paste a rectangle of another image, with an area drawn from Beta(alpha, alpha), and mix "
+        "the labels by area",
         {"alpha": Parameter("number", 1.0, 0.01, 100)},
         "mix",
         is_random=True,

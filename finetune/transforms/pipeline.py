@@ -78,7 +78,8 @@ class Pipeline:
         interpolation: default filter of resizes: nearest, bilinear, bicubic or lanczos.
         train: True rejects `corrupt`; False rejects all random operations except `corrupt`.
         decode_size: the recipe's data.decode_size; only stored, for the image decoder.
-        max_part_values: split batches whose buffers would have more values; 256 MiB as float32.
+        max_part_values: maximum number of values in one buffer; larger batches are split. The
+            default is 256 MiB in float32.
     Raises: RecipeError if the spec is invalid or cannot produce `image_size`.
     """
 
@@ -123,8 +124,8 @@ class Pipeline:
 
         Args:
             images: uint8 images: a tensor (B, 3, H, W) if all images of the dataset have one size,
-                else a `RaggedBatch` or a list of tensors (3, H_i, W_i). In each of these two
-                formats, the result of a sample is bit-identical in every batch; between them it is
+                else a `RaggedBatch` or a list of tensors (3, H_i, W_i). The result of a sample is
+                bit-identical in every batch; between a tensor and the other two formats, it is
                 equal up to float32 rounding.
             keys: (B,) keys from `sample_keys`; may be None if the pipeline is not random.
             dtype: dtype of the result, and of the last resampling for images of one size.
@@ -168,10 +169,11 @@ class Pipeline:
         return [rows[start : start + max_images] for start in range(0, len(rows), max_images)]
 
     def _split_ragged(self, images: RaggedBatch) -> list[IntArray]:
-        """Split images of several sizes into parts of one execution order that fit in memory.
+        """Split images of several sizes into parts that fit in memory.
 
-        An image much larger than the others gets its own part, because the canvas and weights of a
-        part have the size of its largest image. Images of size `common_size`, if any, come first.
+        The images of a part share one execution order. An image much larger than the others gets
+        its own part, because the largest image of a part determines the size of its canvas and
+        resampling weights. Images of size `common_size`, if any, come first.
 
         Returns: the image indices of each part.
         """
@@ -253,7 +255,7 @@ class Pipeline:
                 images = select_pixels(images, rows, columns)
                 is_last = step is plans[0][-1]
                 if is_last and step.enlarges and not (rows.pads_result or columns.pads_result):
-                    images, is_normalized = self._normalize(images), True  # of fewer pixels
+                    images, is_normalized = self._normalize(images), True  # before enlarging
                 images = resample(images.to(dtype if is_last else torch.float32), rows, columns)
             if rows.overshoots or columns.overshoots:
                 images = self._clamp_overshoot(images, is_normalized)

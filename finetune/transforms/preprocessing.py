@@ -9,7 +9,7 @@ __all__ = ["Preprocessing"]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Evaluation preprocessing of a model, with the fields of timm's pretrained_cfg.
+    """Evaluation preprocessing of a model, as in timm's pretrained_cfg.
 
     Attributes:
         image_size: (height, width) in pixels.

@@ -1,14 +1,14 @@
 """Batches of images of different sizes, resampled with a fixed number of kernel launches.
 
 One buffer holds the pixels of all images, one image after another. Each output pixel is a weighted
-sum of a few source pixels; one `embedding_bag` call computes these sums for all images, first down
-the columns, then another one along the rows. The result of a sample is bit-identical in every
-batch, because its sums contain only its own terms and the sum of its weights is exact.
+sum of a few source pixels. One `embedding_bag` call computes these sums down the columns of all
+images, a second one along the rows. The result of a sample is bit-identical in every batch, because
+its sums contain only its own terms and the sum of its weights is exact.
 
-A matrix product cannot take the place of these sums: padded to the largest image of the batch, it
-would add in an order that depends on the batch; for one image after another, the number of kernel
-launches would grow with the batch. Nor can the sums take the place of the products for images of
-one size: for images of 32 pixels, they take two to four times as long.
+Matrix products cannot replace these sums: one product for the batch, padded to its largest image,
+would add in an order that depends on the batch; one product per image would launch more kernels
+for a larger batch. Images of one size still use matrix products: at 32 pixels, the sums would take
+two to four times as long.
 """
 
 # B images, Q column strips of all images, T filter taps (terms of a sum), C channels,
@@ -231,10 +231,10 @@ def _filter_taps(
 
 
 def _read_range(source: Selection, resize: Resize, result: Selection) -> tuple[IntArray, IntArray]:
-    """Return the first and last (B,) of the positions before a resize that must be read.
+    """Return the first and last input position (B,) that a resize must read.
 
-    These are source pixels (not padding) inside the resize window and within the filter radius of
-    the output. If there are none, the last comes before the first.
+    The positions between them are source pixels (not padding), inside the resize window and within
+    the filter radius of the output. If there are none, last < first.
     """
     ends = [result.valid_start, result.valid_end - 1]
     edges = np.sort([result.start + result.direction * end for end in ends], 0)

@@ -1,8 +1,8 @@
 """Resize, crop, pad and flip images; any number of these operations costs one resampling.
 
-`AxisTransform` fuses the operations along one axis of a batch. It holds positions, no pixels, and
-is the same for images of one size and of several. `resample` applies it to images of one size, with
-one matrix product per axis; `finetune.transforms.ragged` applies it to images of several sizes.
+`AxisTransform` fuses the operations along one axis of a batch; it holds positions, not pixels.
+`resample` applies it to images of one size, with one matrix product per axis;
+`finetune.transforms.ragged` applies it to images of several sizes.
 Downscaling is antialiased as in Pillow: the filter is widened by the scale.
 """
 
@@ -63,8 +63,8 @@ class Selection:
         direction: 1, or -1 if flipped.
         valid_start, valid_end: outputs from valid_start to valid_end - 1 are source pixels; all
             others are zero padding.
-        These are arrays (B,), or () if all images share a value.
-        is_identity: no operation was added.
+        is_identity: True if no operation was added.
+    All except is_identity are arrays (B,), or () if all images share a value.
     """
 
     def __init__(self, length: IntArray) -> None:
@@ -114,7 +114,7 @@ class AxisTransform:
         selections: the crops, pads and flips before, between and after the resizes; one more than
             there are resizes.
         resizes: the resizes.
-        overshoots: True if a filter with negative weights is used.
+        overshoots: True if a filter has negative weights, so results can leave [0, 255].
         pads_result: True if a crop after a resize can add zeros.
     """
 
@@ -203,7 +203,7 @@ def unscaled_taps(
     Args:
         positions: (b, h, 1) target pixels.
         lengths: (b, 1, 1) window lengths in pixels.
-        targets: (b, 1, 1) target lengths in pixels, or one for all.
+        targets: (b, 1, 1) target lengths in pixels, or an int for all samples.
     Returns: int64 pixels of the window and their float32 weights, (b, h, num_taps). Pixels outside
         the window have weight 0.
     """
@@ -217,7 +217,7 @@ def unscaled_taps(
 
 
 def count_taps(lengths: PerImage, targets: PerImage, interpolation: str) -> IntArray:
-    """Return the number of source pixels within the filter's reach of a target pixel."""
+    """Return the maximum number of source pixels that contribute to one target pixel."""
     support = FILTER_RADIUS[interpolation] * np.maximum(1, np.divide(lengths, targets))
     return np.asarray(np.ceil(2 * support).astype(np.int64) + 1)
 
@@ -241,14 +241,14 @@ def select_pixels(images_BCHW: Tensor, rows: AxisTransform, columns: AxisTransfo
 
 
 def resample(images_BCHW: Tensor, rows: AxisTransform, columns: AxisTransform) -> Tensor:
-    """Apply the resizes, and all that follows them, in the images' dtype.
+    """Apply the first resize and all operations after it, in the images' dtype.
 
     Args:
         images_BCHW: images after `select_pixels`.
     Returns: (B, C, h, w).
     """
     row_matrix, column_matrix = (_axis_matrix(axis, images_BCHW.device) for axis in (rows, columns))
-    # the matrices are banded: on a CPU and long axes it is faster to process one sample at a time
+    # the matrices are banded: for long axes on a CPU it is faster to process one sample at a time
     # and skip the zeros; for short axes, and on a GPU, one batched product is faster
     if images_BCHW.device.type == "cpu" and max(images_BCHW.shape[2:]) > _MIN_BANDED_SIDE:
         results = [
@@ -262,7 +262,7 @@ def resample(images_BCHW: Tensor, rows: AxisTransform, columns: AxisTransform) -
 
 
 def _axis_matrix(axis: AxisTransform, device: torch.device) -> Tensor | None:
-    """Return the product (b, length, selected) of all resizes; None if there are none."""
+    """Return one matrix (b, output length, input length) for all resizes; None without resizes."""
     product = None
     for resize, selection in zip(axis.resizes, axis.selections[1:], strict=True):
         source, target = int(resize.source), int(resize.target)
@@ -311,7 +311,7 @@ def _resize_matrix(
 
 
 def _select_rows(matrix: Tensor, selection: Selection) -> Tensor:
-    """Apply crops, pads and flips to the result of matrices (b, length, selected)."""
+    """Crop, pad and flip the outputs of matrices (b, output length, input length)."""
     index = selection.indices(matrix.device)
     # gather rows of the sample's own matrix, or of the one that all samples share
     count, length, selected = matrix.shape
@@ -322,7 +322,7 @@ def _select_rows(matrix: Tensor, selection: Selection) -> Tensor:
 
 
 def _sample_matrix(matrix: Tensor | None, index: int) -> Tensor | None:
-    """Return the matrix (1, length, selected) of one sample."""
+    """Return the matrix (1, output length, input length) of one sample."""
     return matrix if matrix is None or len(matrix) == 1 else matrix[index : index + 1]
 
 

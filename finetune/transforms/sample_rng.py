@@ -136,7 +136,7 @@ def draw_crop_windows(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Draw crops of random area and aspect ratio; if no attempt of ten fits, use a center crop.
+    """Draw crops of random area and aspect ratio; a center crop if none of ten attempts fits.
 
     The center crop is the largest one whose aspect ratio is within `ratio`.
 
@@ -170,7 +170,7 @@ def draw_crop_windows(
 def draw_erase_boxes(
     rng: SampleRNG, size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Draw rectangles to erase; a rectangle is empty (height 0) if no attempt of ten fits.
+    """Draw rectangles to erase; a rectangle is empty if none of ten attempts fits.
 
     Args:
         rng: random numbers, one stream per sample.

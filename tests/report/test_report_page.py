@@ -223,8 +223,8 @@ class TestIncompleteRuns:
         del old["calibration"]
         results = {"val": old, "test": old, "best_step": 20, "steps": 40, "claims": []}
         page = write_and_parse_page(tmp_path / "run", results=results)
-        assert "did not record single mistakes" in page.words
-        assert "did not record its calibration by bins" in page.words
+        assert "did not record individual mistakes" in page.words
+        assert "did not record calibration bins" in page.words
         assert "error is 0.0310" in page.words
 
     def test_run_without_validation_test_or_metrics(self, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ class TestIncompleteRuns:
         (run / "metrics.jsonl").unlink()
         page = Page(write_run_report(run))
         assert "there are no curves" in page.words
-        assert "Neither a test nor a validation split was measured." in page.words
+        assert "Neither a test nor a validation split was evaluated." in page.words
 
     def test_undefined_metrics_are_shown_as_dashes(self, tmp_path: Path) -> None:
         lines = [*metric_lines(), {"step": 50, "split": "train", "loss": None, "lr": None}]

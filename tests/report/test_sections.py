@@ -108,15 +108,15 @@ class TestDataAndProvenance:
     def test_data_without_validation(self, tmp_path: Path) -> None:
         run = write_unfinished_run(tmp_path, metrics=metric_lines(validate=False))
         rows = dict(data_rows(run))
-        assert rows["Who chose the weights"].startswith("nobody: there is no validation split")
-        assert rows["Test"] == "not read"
+        assert rows["Weight selection"].startswith("none: there is no validation split")
+        assert rows["Test"] == "not evaluated"
 
     def test_skipped_steps_and_images_are_reported(self, finished_run: Run) -> None:
         finished_run.results["skipped_steps"] = 2
         finished_run.plan["images_read"] = 1290
         rows = dict(data_rows(finished_run))
         assert rows["Skipped steps"].startswith("2, ")
-        assert rows["Read of train"].startswith("1,290")
+        assert rows["Readable train images"].startswith("1,290")
 
     def test_provenance_omits_unknown_values(self, finished_run: Run) -> None:
         rows = dict(provenance_rows(finished_run))

@@ -69,7 +69,7 @@ class TestMistakes:
             mistake["label"] = (mistake["label"] + 1) % 10
         rows, note = load_mistake_rows(run)
         assert not any(row["picture"] for row in rows)
-        assert "no longer what the run was measured on" in note
+        assert "the data has changed since the run" in note
 
     @pytest.mark.parametrize("index", [None, -1, 10**9])
     def test_invalid_index_has_no_thumbnail(self, tmp_path: Path, index: object) -> None:
@@ -82,7 +82,7 @@ class TestMistakes:
         outcome = run_results(test={key: split_results()[key] for key in ("top1", "examples")})
         run = write_and_read_run(tmp_path / "run", results=outcome)
         assert load_mistake_rows(run) == ([], "")
-        assert no_mistakes_reason(run) == "This run did not record single mistakes."
+        assert no_mistakes_reason(run) == "This run did not record individual mistakes."
         run.results["test"]["top1"] = 1.0
         assert no_mistakes_reason(run).startswith("There are none")
         del run.results["test"]
@@ -90,7 +90,7 @@ class TestMistakes:
         run.results["val"]["top1"] = 1.0
         assert "every validation image" in no_mistakes_reason(run)
         del run.results["val"]
-        assert "measured" in no_mistakes_reason(run)
+        assert "evaluated" in no_mistakes_reason(run)
 
 
 class TestClassThumbnails:

@@ -30,7 +30,7 @@ def main() -> None:
     curves = []
     for changes in ((), FLOAT32):
         with TemporaryDirectory(prefix="losses-") as folder:
-            # of two overrides of a key, the later one
+            # keep the later of two overrides of the same key
             words = [*arguments.overrides, *settings, *changes]
             overrides = {word.partition("=")[0]: word for word in words}.values()
             command = [sys.executable, "-m", "finetune", "train", arguments.recipe, *overrides]

@@ -3,8 +3,8 @@
     python benchmarks/throughput.py recipes/cifar10/nano_32.yaml data.source=parquet:DATA/cifar10
 
 The recipe sets network, batch size, loss, optimizer and augmentation; everything else is the other
-library's default. Their images are decoded to PIL beforehand, so these loops do not pay for reading
-and decoding files. Every measurement has its own process; the loops take turns.
+library's default. The other two loops get images that were decoded to PIL beforehand, so they do
+not pay for reading and decoding files. Every measurement has its own process; the loops take turns.
 """
 
 # B batch, K classes, C channels, H W pixels
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
     parser.add_argument("--precisions", nargs="+", default=("bf16",), help="fp32, bf16, fp16")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a measurement")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps at the start")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="loading processes of other loops")
     parser.add_argument("--measure", choices=LOOPS, help=argparse.SUPPRESS)  # in a new process
@@ -53,7 +53,7 @@ def main() -> None:
                 done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
                 measured = json.loads(done.stdout.splitlines()[-1])
                 results.setdefault((loop, precision), []).append(measured)
-    print("| loop | numbers | images/s | min–max | first step | host |")
+    print("| loop | precision | images/s | min–max | first step | host |")
     print("|---|---|--:|--:|--:|--:|")
     for (loop, precision), turns in results.items():
         rates = [turn["images_per_second"] for turn in turns]

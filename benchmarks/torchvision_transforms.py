@@ -48,7 +48,7 @@ def to_torchvision(transform_spec: str, *, image_size: _Size, interpolation: str
 
 
 def _output_size(call: TransformCall, image_size: _Size) -> int | _Size:
-    """Return the output size; in a resize, an int is the shorter side, else a square."""
+    """Return the output size; an int is the shorter side, and occurs only for a resize."""
     size: int | _Size | None = call.arguments.get("size")
     if size is None:
         return image_size

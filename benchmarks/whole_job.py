@@ -4,9 +4,9 @@
         data.train='random_resized_crop | flip' --timm-train PATH/train.py --trainer
 
 All commands read the same image folder and the same initial model. Each run has its own process,
-output folder and empty caches. These keys of the recipe are translated: model.name, model.compile,
-data.*, and of optim AdamW's lr, betas, weight_decay, constant or cosine schedule, epochs, clip_norm
-and label_smoothing. Everything else must have its default.
+output folder and empty caches. These keys of the recipe are translated for the other programs:
+model.name, model.compile, data.*, and in optim, for AdamW only: lr, betas, weight_decay, schedule
+(constant or cosine), epochs, clip_norm and label_smoothing. All other keys must have their default.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def timm_options(setup: TrainingSetup, folder: Path) -> list[str]:
         "seed": recipe.run.seed,
         "workers": setup.num_workers,
         "device": setup.device.type,
-        # by default a crop of the whole image, which is a resize to a square
+        # train.py always crops; unless the recipe crops, the crop is the whole image: a resize
         **{"scale": (1, 1), "ratio": (1, 1), "hflip": 0, "color-jitter": 0},
     }
     for call in parse_transform_spec(setup.train_pipeline.transform_spec):
@@ -186,7 +186,7 @@ def timm_options(setup: TrainingSetup, folder: Path) -> list[str]:
 
 
 def trainer_job(setup: TrainingSetup, folder: Path, out: Path) -> dict[str, Any]:
-    """Return the job of `trainer_job.py`."""
+    """Return the content of JOB.json for `trainer_job.py`."""
     recipe = setup.recipe
     return {
         "model": str(folder / "model"),
@@ -214,7 +214,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a command in its own folder. Returns: its times and the memory of its largest process."""
     log = out / "log"
-    marked, mark = log, b"Train: 0 ["  # timm's first line
+    marked, mark = log, b"Train: 0 ["  # timm's first log line of training
     if name == "finetune":
         command = [*command, "--out", str(out / "run")]
         marked, mark = out / "run" / "metrics.jsonl", b'"step"'

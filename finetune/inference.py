@@ -43,8 +43,9 @@ _MAX_WORKERS = 32
 # Images per forward pass; on a CPU, larger batches exceed the CPU caches.
 _BATCH_SIZE_BY_DEVICE = {"cpu": 8}
 _DEFAULT_BATCH_SIZE = 64
-# Decoded pixel bytes per pipeline call. On a CPU the limit of 1 means one image per call. On a GPU
-# a limit is needed because 64 decoded photos of 48 megapixels would take 9 GB.
+# Decoded images are collected until their pixels take this many bytes, then go through the pipeline
+# in one call. On a CPU, 1 means one image per call; on a GPU, 64 photos of 48 megapixels would take
+# 9 GB without a limit.
 PREPROCESS_BYTES_BY_DEVICE = {"cpu": 1}
 DEFAULT_PREPROCESS_BYTES = 2**26
 
@@ -100,7 +101,7 @@ class Classifier:
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
-        Class names are read with the weights; without any, the class indices are the names.
+        Class names are read with the weights; if none are stored, the class indices are the names.
         Preprocessing comes from the recipe for a run directory, otherwise from the weights'
         configuration.
 
@@ -204,17 +205,17 @@ class Classifier:
         progress: bool = False,
         on_decoded: _DecodedCallback | None = None,
     ) -> Iterator[PredictionRow]:
-        """Classify images batch by batch, for lists that do not fit into memory.
+        """Classify images batch by batch, for more images than fit into memory.
 
-        Several batches are processed concurrently, each on one thread with its share of the cores.
+        Worker threads process several batches at the same time; the cores are divided among them.
 
         Args:
             files: paths or PIL images, from `find_images`.
             top_k: predictions per image, the most probable first; at most K.
             batch_size: images per forward pass; None for 8 on a CPU, else 64.
             progress: True to show a progress bar on standard error.
-            on_decoded: function that several threads call for each decoded image, with its index in
-                `files` and its pixels, (H, W, 3) uint8; None for none.
+            on_decoded: function called once per decoded image, from several threads, with the
+                image's index in `files` and its pixels, (H, W, 3) uint8; None for none.
         Yields: the dicts that `predict` returns, in order.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
@@ -229,7 +230,8 @@ class Classifier:
         num_threads = torch.get_num_threads()
         num_workers = max(1, min(num_threads, _MAX_WORKERS, -(-len(files) // batch_size)))
         stop, futures = threading.Event(), deque[Future[list[PredictionRow]]]()
-        # each thread predicts a whole batch: torch's own threads synchronize in every layer
+        # one batch per thread is faster than one batch on all of torch's threads, which would
+        # synchronize in every layer
         pool = ThreadPoolExecutor(
             num_workers, initializer=_init_worker, initargs=(num_threads // num_workers, stop)
         )
@@ -297,7 +299,8 @@ class Classifier:
         if not decoded:
             return []
         images = [image for _, image in decoded]
-        batch = images[0][None] if len(images) == 1 else images  # bit-identical to the demo
+        # a tensor for one image, as in the demo, so that both give identical bits
+        batch = images[0][None] if len(images) == 1 else images
         try:
             with self._device_lock:
                 images_BCHW = self.pipeline(batch, device=self.device)
@@ -381,16 +384,19 @@ def _resolve_thresholds(
     *,
     calibrated: bool,
 ) -> list[float] | None:
-    """Return a multi-label model's thresholds, else None. Args: same as `Classifier.load`."""
+    """Return the thresholds of a multi-label model; None for a single-label model.
+
+    Args: same as `Classifier.load`.
+    """
     problem, code = "", "recipe.conflict"
     if threshold is not None and not 0 <= threshold <= 1:
         problem, code = f"threshold: {threshold:g}; give a number from 0 to 1", "recipe.wrong_value"
     elif threshold is not None and not built.multilabel:
-        problem = f"threshold: {model} is a single-label model and has no thresholds; remove it"
+        problem = f"threshold: {model} is a single-label model without thresholds; omit threshold"
     elif calibrated and built.multilabel:
         problem = (
             f"calibrated: {model} is a multi-label model with one threshold per class, and "
-            "has no temperature; remove it"
+            "has no temperature; omit calibrated"
         )
     if problem:
         raise RecipeError(problem, code=code)

@@ -1,4 +1,4 @@
-"""Compare data loading with workers to processes that only decode."""
+"""Compare the speed of data-loading workers with that of processes that only decode."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def input_rates(
 ) -> dict[str, Any]:
     """Measure data loading as in training without a pixel cache, and decoding alone.
 
-    Each turn measures both with the same images in the same order: first, as many processes as
-    workers decode the images and drop them; then the workers decode and return them.
+    Each turn measures both with the same images in the same order: first, `workers` processes
+    decode the images and drop them; then, `workers` data-loading workers decode and return them.
 
     Args:
         split: split to read, without unreadable images.
-        workers: number of processes, at least 1.
+        workers: number of processes in both measurements, at least 1.
         batch_size: images per batch.
         num_images: minimum number of images per turn.
         repeats: number of turns.
-        seconds: approximate duration of decoding in a turn, long compared with worker start-up.
+        seconds: approximate duration of decoding per turn; should be much longer than the start of
+            the workers.
     Returns: a dict with keys "decode" and "workers" (images per second of every turn) and "share"
-        (the ratio of the medians).
+        (the median of "workers" divided by that of "decode").
     Raises: DataError if an image cannot be read.
     """
     every = np.random.default_rng(0).permutation(len(split))

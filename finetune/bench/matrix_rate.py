@@ -30,8 +30,9 @@ class MatMul:
 
     Attributes:
         rows, inner, columns: M, K and N.
-        has_input_grad, has_weight_grad: True if the backward pass computes the gradient of
-            the input, or of the weight; each takes as many operations as the forward product.
+        has_input_grad, has_weight_grad: True if the backward pass computes the gradient of the
+            input, or of the weight. Each of the two gradients takes the same number of operations
+            as the forward product.
     """
 
     rows: int
@@ -50,8 +51,8 @@ class MatMul:
 def list_matmuls(network: nn.Module, step: Callable[[], Any]) -> Counter[MatMul]:
     """List the matrix products of linear layers and convolutions in one real training step.
 
-    Products of activations inside attention, and those for a class token alone, are not included:
-    the remaining shapes make up most of the work.
+    Products of two activations (as in attention) and products that compute only the class token are
+    not included, because the others make up most of the work.
 
     Returns: number of occurrences of each product; empty for a network without such layers.
     """
@@ -113,7 +114,10 @@ def layer_seconds(product: MatMul, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _time_matmul(multiply: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the seconds of one product: the fastest repetition, or GPU batch."""
+    """Return the seconds of one product: the minimum over repetitions.
+
+    On a GPU, a repetition is the mean of several products in a row.
+    """
     in_a_row = 1 if device.type == "cpu" else _QUEUED_MATMULS
     seconds: list[float] = []
     with torch.no_grad():

@@ -44,9 +44,9 @@ def bench(
         overrides: overrides of the recipe, each `section.key=value`.
         steps: timed steps per turn.
         repeats: number of turns.
-        decode: True to also compare the workers with as many processes that only decode.
+        decode: True to also compare the workers with the same number of processes that only decode.
         profile: folder for a profiler trace; None for no trace.
-    Returns: a dict with these keys, and those of the settings and the machine:
+    Returns: a dict with the settings, the machine, and these keys:
         "train", "without_input", "evaluation": images per second, each a `value_range`.
         "input_share": share of a step that loading takes, a `value_range`.
         "matrix_rate": operations per second of the matrix products, a `value_range`; None for a
@@ -54,7 +54,7 @@ def bench(
         "operations_per_image": FLOPs of a training step per image.
         "fraction": share of the matrix rate that training reaches; None without a matrix rate.
         "seconds_to_first_step": time from the start of the process.
-        "host_bytes", "device_bytes": peak of memory; "device_bytes" is None on a CPU.
+        "host_bytes", "device_bytes": peak memory in training; "device_bytes" is None on a CPU.
         "inputs": result of `input_rates`; None unless requested.
         "profile": result of `TrainingLoop.profile`; None unless requested.
         "load": load average before the measurement.
@@ -102,7 +102,7 @@ def _measure(loop: TrainingLoop, *, steps: int, repeats: int) -> dict[str, Any]:
     if loop.trainer.uses_cached_features:
         logger.info(
             "model.freeze: finetune train computes the features once; this benchmark runs the "
-            "whole network in every step (finetune info --plan measures the run)"
+            "whole network in every step; to measure training on features, use finetune info --plan"
         )
     operations, products = loop.count_operations()
     batch_size = loop.recipe.data.batch_size
@@ -171,7 +171,7 @@ def format_bench(result: Mapping[str, Any]) -> str:
         f"{result['precision']}{compiled}, {result['optimizer']}, {result['augmentation']}",
         _format_machine(result["machine"]),
         f"median of {pluralize(result['repeats'], 'turn')} of {result['steps']} steps, each after "
-        f"{result['warmup_steps']} warm-up steps; load before {result['load']:.1f}",
+        f"{result['warmup_steps']} warm-up steps; load average before {result['load']:.1f}",
         "",
         *(
             f"{name:22}{median:>12}  {spread:>17}  {note}".rstrip()
@@ -182,8 +182,9 @@ def format_bench(result: Mapping[str, Any]) -> str:
         workers, decode = (statistics.median(inputs[name]) for name in ("workers", "decode"))
         lines += [
             "",
-            f"without the network, workers deliver {_format_rate(workers)} images/s; as many "
-            f"processes that only decode reach {_format_rate(decode)}: {inputs['share']:.0%}",
+            f"without the network, workers deliver {_format_rate(workers)} images/s, "
+            f"{inputs['share']:.0%} of the {_format_rate(decode)} images/s that the same number "
+            "of processes reach when they only decode",
         ]
     if profile := result["profile"]:
         rows = [["operation", "calls a step", "ms a step", "share"]]
@@ -214,12 +215,12 @@ def _result_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         image = f"{result['operations_per_image'] / 1e9:,.3g} GFLOP an image"
         rows += [
             ("matrix rate, GFLOP/s", *_median_and_range(gigaflops), "at this network's shapes"),
-            ("training reaches", f"{fraction:.1%}", "", f"of it; {image}"),
+            ("training reaches", f"{fraction:.1%}", "", f"of the matrix rate; {image}"),
         ]
     rows += [
         ("first step after", f"{first:.1f} s", "", "from the start of the process"),
-        ("peak of the host", format_bytes(result["host_bytes"]), "", "in training"),
-        ("peak of the device", MISSING if device is None else format_bytes(device), "", ""),
+        ("peak host memory", format_bytes(result["host_bytes"]), "", "in training"),
+        ("peak device memory", MISSING if device is None else format_bytes(device), "", ""),
     ]
     return rows
 

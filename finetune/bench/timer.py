@@ -21,8 +21,8 @@ __all__ = [
     "value_range",
 ]
 
-# Untimed steps per worker. Batches that workers load during the first steps would make the timed
-# steps look faster.
+# Batches that each worker loads ahead. The warm-up is extended by this many steps per worker,
+# because steps on batches that were loaded ahead look faster.
 PREFETCH_FACTOR = 2
 
 
@@ -32,7 +32,7 @@ class StepTimer:
     Args:
         device: the device that runs the steps.
         warmup: number of untimed steps, at least 1.
-        steps: number of timed steps; 0 measures only the first warm-up step.
+        steps: number of timed steps; 0 measures only `seconds_to_first_step`.
         tick: function to call after each step.
 
     Attributes:

@@ -52,7 +52,7 @@ class TrainingLoop:
         on_step: function to call after each step.
 
     Attributes:
-        trainer: the training state; its setup counts the images that were opened.
+        trainer: the training state; with `max_images`, its `setup` still describes all images.
         loader: loader of the training images.
         val_loader: loader of the images to evaluate.
     """
@@ -126,7 +126,7 @@ class TrainingLoop:
         return clock
 
     def _sampler(self, batch_size: int | None) -> DistributedBatchSampler:
-        """Return the sampler of the run, for the opened images and another batch size."""
+        """Return the run's sampler, adapted to the opened images and to `batch_size` if given."""
         sampler, num_opened = self.trainer.setup.sampler, len(self.loader.labels)
         if num_opened == sampler.num_samples and batch_size is None:
             return sampler
@@ -188,7 +188,7 @@ class TrainingLoop:
     # Features of a frozen backbone --------------------------------------------------------------
 
     def use_zero_features(self, width: int) -> None:
-        """Train on zero vectors from now on, as a run does on the features of a frozen backbone."""
+        """From now on, train on zero vectors instead of a frozen backbone's cached features."""
         self.loader = self._zero_features(width)
 
     def _zero_features(self, width: int) -> FeatureLoader:
@@ -202,7 +202,7 @@ class TrainingLoop:
     # What a step consists of --------------------------------------------------------------------
 
     def count_operations(self) -> tuple[int, Counter[MatMul]]:
-        """Count the FLOPs of a step over all processes, and list its matrix products on this one.
+        """Count a step's FLOPs over all processes, and list the matrix products of this process.
 
         This trains two steps.
         """
@@ -214,7 +214,10 @@ class TrainingLoop:
     def matrix_rate(self, products: Counter[MatMul]) -> float | None:
         """Measure matrix multiplication on all processes at the same time.
 
-        Returns: operations per second at this network's shapes and dtype; see `matrix_rate`.
+        Args:
+            products: the products to measure and their counts, from `count_operations`.
+        Returns: operations per second at this network's shapes and dtype, summed over processes;
+            None without products.
         """
         self.accelerator.wait_for_everyone()
         own = matrix_rate(products, dtype=DTYPES[self.precision], device=self.device)
@@ -224,7 +227,7 @@ class TrainingLoop:
         return float(torch.as_tensor(self.accelerator.reduce(rate, "sum")))
 
     def input_rates(self, *, num_images: int, repeats: int) -> dict[str, Any]:
-        """Compare loading with workers to decoding alone; see `input_rates`."""
+        """Compare workers with processes that only decode; see `input_rate.input_rates`."""
         store = self.loader.store
         return input_rates(
             store.split,
@@ -285,14 +288,17 @@ class TrainingLoop:
 
 
 def _first_images(split: Split, number: int | None) -> Split:
-    """Return a split of evenly spaced images; streamed images are read only as needed anyway."""
+    """Return a split of at most `number` images, evenly spaced over the given split.
+
+    A streamed split is returned unchanged, because its images are read only as needed.
+    """
     if number is None or split.is_streamed or len(split) <= number:
         return split
     return split.subset(np.arange(number) * len(split) // number)
 
 
 def _eval_loader(setup: TrainingSetup, max_images: int | None) -> ImageLoader:
-    """Return a loader of the validation images, or of some images of another split."""
+    """Return a loader of the validation split; without one, of some test or training images."""
     splits = setup.source.splits
     split = next(splits[name] for name in ("val", "test", "train") if len(splits.get(name, ())))
     if split.name != "val":
@@ -301,7 +307,7 @@ def _eval_loader(setup: TrainingSetup, max_images: int | None) -> ImageLoader:
 
 
 def _shortened(loader: ImageLoader, images: int) -> ImageLoader:
-    """Return a loader of the first images of a loader's split."""
+    """Return a loader of the first `images` images of a loader's split."""
     store = loader.store
     number = min(images, len(store.split))
     first = PixelStore(

@@ -66,7 +66,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands with the complete first sentence of their help; click truncates it."""
+        """List the commands with the full first sentence of their help; click would truncate it."""
         sections = self.sections or {"Commands": list(self.commands.values())}
         width = max(map(len, self.commands), default=0)
         for title, commands in sections.items():
@@ -93,7 +93,7 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
             state = click.get_current_context().find_root().obj
             state["json"] = as_json
             _check_output_paths(arguments)
-            with contextlib.redirect_stdout(sys.stderr):  # for the output of libraries
+            with contextlib.redirect_stdout(sys.stderr):  # libraries may print
                 result = function(**arguments)
             if is_main_process():
                 text = to_json(result.data) if as_json else escape_control_chars(result.text)

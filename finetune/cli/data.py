@@ -30,7 +30,8 @@ def data() -> None:
 def info(source: str, sheet: str | None, *, multilabel: bool) -> CommandResult:
     """Show the splits, classes and image sizes of SOURCE.
 
-    SOURCE is a folder or file of images, or one of the forms of data.source: see `finetune start`.
+    SOURCE is a folder or file of images, or a prefixed source as in data.source; see
+    `finetune start`.
     """
     from finetune.data.open_source import open_source
     from finetune.data.summary import summarize_source
@@ -51,7 +52,8 @@ def info(source: str, sheet: str | None, *, multilabel: bool) -> CommandResult:
 def scan(source: str, *, multilabel: bool) -> CommandResult:
     """Decode every image of SOURCE and list those that cannot be read.
 
-    SOURCE is a folder or file of images, or one of the forms of data.source: see `finetune start`.
+    SOURCE is a folder or file of images, or a prefixed source as in data.source; see
+    `finetune start`.
     """
     from finetune.data.decode_split import find_unreadable_images
     from finetune.data.open_source import open_source

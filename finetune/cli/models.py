@@ -45,13 +45,13 @@ __all__ = [
     "--top-k", default=3, show_default=True, type=click.IntRange(min=1), help="Classes per image."
 )
 @click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
-@click.option("--sheet", metavar="FILE", help="Draw the images with their predictions as .png.")
+@click.option("--sheet", metavar="FILE", help="Draw the images and predictions into a .png file.")
 @click.option("--calibrated", is_flag=True, help="Divide the logits by MODEL's temperature.")
 @click.option(
     "--threshold",
     metavar="T",
     type=float,
-    help="Multi-label: 0 to 1, for every class instead of MODEL's own thresholds.",
+    help="Multi-label: one threshold for all classes, 0 to 1, instead of the stored ones.",
 )
 @click.option(
     "--batch-size",
@@ -82,7 +82,7 @@ def predict(
 @data_option
 @click.option(
     "--split",
-    help="train, val or test.  [default: test, else val; the whole of a source with one split]",
+    help="train, val or test.  [default: test, else val, else the only split]",
 )
 @click.option("--out", metavar="DIR", help="Write results.json, per_class.csv and figures.")
 @click.option(
@@ -93,8 +93,8 @@ def predict(
 @click.option(
     "--corrupt",
     metavar="KIND",
-    help="Also evaluate corrupted images: all, noise, blur, jpeg or contrast; noise:3 is one of "
-    "five severities.",
+    help="Also evaluate corrupted images: all, noise, blur, jpeg or contrast, at five severities; "
+    "noise:3 only at severity 3.",
 )
 def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
     """Measure the accuracy of a model on labeled images.
@@ -141,11 +141,17 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
 )
 @click.option("--out", metavar="PATH", help="Output file, or the folder to write it to.")
 @click.option("--images", metavar="PATH", multiple=True, help="Compare the logits on these images.")
-@click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Resize to N pixels.")
+@click.option(
+    "--image-size",
+    metavar="N",
+    type=IMAGE_SIZE,
+    help="Input size of the exported model, in pixels.",
+)
 def export(model: str, **options: Any) -> CommandResult:
     """Export a model to ONNX or torch.export.
 
-    The file includes the preprocessing. Its logits are compared with those of MODEL.
+    A JSON file next to the exported model describes the preprocessing. Both files are written only
+    if the exported model's logits match those of MODEL.
     """
     from finetune.commands.export import export_model, format_export
 
@@ -170,7 +176,9 @@ def export(model: str, **options: Any) -> CommandResult:
     type=float,
     help="WiSE-FT: weight of RUN, 0 to 1. Repeatable; the best on validation is kept.",
 )
-@click.option("--greedy", is_flag=True, help="Add only runs that improve validation.")
+@click.option(
+    "--greedy", is_flag=True, help="Add only runs that do not lower the validation metric."
+)
 def average(runs: tuple[str, ...], **options: Any) -> CommandResult:
     """Average the weights of several runs (model soup, WiSE-FT).
 
@@ -186,7 +194,12 @@ def average(runs: tuple[str, ...], **options: Any) -> CommandResult:
 @command("info", example="finetune info vit_base_patch16_224 --image-size 384")
 @click.argument("model", metavar="MODEL|RECIPE")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--image-size", metavar="N", type=IMAGE_SIZE, help="Count for images of N pixels.")
+@click.option(
+    "--image-size",
+    metavar="N",
+    type=IMAGE_SIZE,
+    help="Count MACs and tokens for images of N pixels.",
+)
 @click.option("--plan", is_flag=True, help="Measure memory and time of training RECIPE.")
 def info(
     model: str, overrides: tuple[str, ...], image_size: int | None, plan: bool
@@ -195,8 +208,8 @@ def info(
 
     Parameters, MACs and tokens are counted without downloading weights.
 
-    With --plan, run a few steps of RECIPE, for about half a minute, to measure the memory and time
-    of its training on this machine, also with cheaper settings.
+    With --plan, train RECIPE for about half a minute to estimate the memory and time of the whole
+    training on this machine, also with cheaper settings.
     """
     if plan:
         return _estimate_training(model, overrides, image_size)
@@ -207,7 +220,8 @@ def info(
         )
     if overrides:
         raise RecipeError(
-            f"{overrides[0]}: overrides need a recipe and --plan; remove it, or add --plan",
+            f"{overrides[0]}: overrides need a recipe and --plan; remove the override, or add "
+            "--plan",
             code="recipe.conflict",
         )
     check_model_name(model)
@@ -260,8 +274,8 @@ def show(model: str, words: tuple[str, ...], out: str | None, *, of_images: bool
     Draws the attention maps of MODEL, its patch filters, position embeddings and attention
     distances.
 
-    With --images, draws the images of SOURCE by class, or the training images of RECIPE (or of a
-    run) as the network gets them: before augmentation, in eight epochs, and in evaluation.
+    With --images, draws the images of SOURCE by class, or training images of RECIPE (or of a run):
+    as decoded, as augmented in eight epochs, and as in evaluation.
     """
     if of_images:
         return _show_images(model, words, out or "sheet.png")
@@ -288,7 +302,8 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
     if is_data_source(target):
         if overrides:
             raise RecipeError(
-                f"{overrides[0]}: overrides need a recipe, but {target} is a source; remove it",
+                f"{overrides[0]}: overrides need a recipe, but {target} is a source; remove the "
+                "override",
                 code="recipe.conflict",
             )
         source = resolve_data_source(target)
@@ -309,7 +324,11 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
 @click.option("--split", help="test or val.  [default: test, else val]")
 @click.option("--shots", default="1,5,10,25", show_default=True, help="Images per class.")
 @click.option(
-    "--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Draws of the shots."
+    "--seeds",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Random draws of the shots.",
 )
 @click.option("--linear", is_flag=True, help="Also logistic regression on all training images.")
 @click.option(
@@ -331,7 +350,9 @@ def probe(model: str, shots: str, **options: Any) -> CommandResult:
 @command("report", example="finetune report runs/a runs/b --out comparison.html")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
 @click.option(
-    "--out", metavar="PATH", help="File or folder of the page; for several runs, the comparison."
+    "--out",
+    metavar="PATH",
+    help="File or folder for the page; for several runs, for their comparison.",
 )
 def report(runs: tuple[str, ...], out: str | None) -> CommandResult:
     """Write an HTML page per run, and compare runs."""

@@ -21,17 +21,22 @@ __all__ = ["bench", "reproduce"]
     "--data",
     metavar="SOURCE=COPY",
     multiple=True,
-    help="Read COPY where a recipe says SOURCE. Repeatable.",
+    help="Read COPY instead of the data source SOURCE. Repeatable.",
 )
-@click.option("--out", metavar="DIR", help="Default: runs/NAME, or runs/NAME-smoke.")
+@click.option(
+    "--out", metavar="DIR", help="Folder for the runs. Default: runs/NAME, or runs/NAME-smoke."
+)
 @click.option("--done", is_flag=True, help="Do not train; use only finished runs.")
-@click.option("--page", metavar="FILE", help="Write a page of all recipes and these runs.")
+@click.option(
+    "--page", metavar="FILE", help="Write a Markdown page of all recipes and their results."
+)
 def reproduce(
     name: str, overrides: tuple[str, ...], data: tuple[str, ...], **options: Any
 ) -> CommandResult:
     """Run all recipes of a plan and check their claims.
 
-    NAME is a folder with a plan.yaml below ./recipes, or a file. The results are in one table.
+    NAME is a folder below ./recipes that contains a plan.yaml, or the path of a plan. One table
+    shows the results.
     """
     from finetune.commands.reproduce_plan import find_plan, load_plan
     from finetune.recipe.validate import check_override_conflicts
@@ -62,14 +67,14 @@ def reproduce(
     default=20,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Steps per measurement.",
+    help="Timed steps per measurement.",
 )
 @click.option(
     "--repeats",
     default=3,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Number of measurements.",
+    help="Repetitions of all measurements.",
 )
 @click.option(
     "--decode",
@@ -80,8 +85,8 @@ def reproduce(
 def bench(recipe: str, overrides: tuple[str, ...], **options: Any) -> CommandResult:
     """Measure training speed on this machine.
 
-    RECIPE is trained for some steps, with and without input. Also measured: the machine's rate of
-    matrix multiplication at the shapes of this network, evaluation, and memory.
+    RECIPE is trained for some steps, with and without data loading. Also measured: evaluation,
+    memory, and the speed of this machine at the network's matrix multiplications.
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts

@@ -45,12 +45,12 @@ EXIT_TERMINATED = 143
 # All ranks raise these errors, so only rank 0 prints them.
 _SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)
 _OUT_OF_MEMORY_HELP = (
-    "out of memory; the training stays the same with a smaller data.micro_batch or with "
-    "model.grad_checkpointing=true; see also data.eval_batch_size and data.keep"
+    "out of memory; reduce data.micro_batch or set model.grad_checkpointing=true, neither of which "
+    "changes the training; see also data.eval_batch_size and data.keep"
 )
 _OUT_OF_MEMORY_IN_IMPORT_HELP = (
-    "out of memory while a library was loaded: this process may have too little; raise its limit "
-    "('ulimit -v unlimited', the container's), or end other programs"
+    "out of memory while a library was loaded; raise the memory limit of this process "
+    "('ulimit -v unlimited') or of its container, or end other programs"
 )
 
 

@@ -55,7 +55,7 @@ def check_run_or_model_folder(path: str) -> None:
     _check_not_a_recipe(path)
     if not os.path.lexists(path):
         raise WeightsError(
-            f"{path}: no such folder; give the one that `finetune train` wrote",
+            f"{path}: no such folder; give a run directory that `finetune train` wrote",
             code="weights.not_found",
         )
 
@@ -84,5 +84,5 @@ data_option = click.option(
     "--data",
     metavar="SOURCE",
     callback=checked_by(check_data_source),
-    help="Default: the data that MODEL was trained on.",
+    help="Data source. Default: the data that MODEL was trained on.",
 )

@@ -110,7 +110,8 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> CommandRe
     """Create a recipe for your images and explain each value.
 
     SOURCE is a folder of class folders, a file (CSV with paths and labels, tar shard, parquet), or
-    folder:, csv:, tar:, parquet:, hub: or embedded: as in data.source. Nothing is downloaded.
+    a prefixed source as in data.source: folder:, csv:, tar:, parquet:, hub: or embedded:. Nothing
+    is downloaded.
 
     KEY=VALUE sets a key of the recipe.
     """

@@ -203,7 +203,7 @@ def _run_wise_ft(
         score = tried[-1][primary_metric(tried[-1])]
         if score >= best:  # a tie goes to the alpha closer to the fine-tuned weights
             best, best_state, chosen = score, state, tried[-1]["name"]
-    head_note = "the head, too" if has_pretrained_head else "the fine-tuned head"
+    head_note = "head also interpolated" if has_pretrained_head else "head as fine-tuned"
     return "WiSE-FT", tried, f"{chosen}, {head_note}", best_state
 
 
@@ -339,7 +339,7 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
 
 
 def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> None:
-    """Raise if the data or weights have changed since the run, or it has no validation split."""
+    """Raise if the data or weights have changed since the run, or the run has no val split."""
     if "val" not in setup.source.splits:
         raise DataError(
             f"{first.run.path}: the run has no validation images to choose the average; train with "

@@ -32,14 +32,14 @@ __all__ = [
 
 THUMBNAIL_PIXELS = 160
 _MAX_TILES = 200  # a sheet of this size still opens in an image viewer
-_MAX_LABELS = 6  # of a multi-label prediction
+_MAX_LABELS = 6  # labels shown for a multi-label prediction
 _GAP, _LINE_HEIGHT = 14, 17
 _INK, _MUTED, ERROR_COLOR = "#18181b", "#63636b", "#b42318"
 _CJK_FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "Arial Unicode.ttf", "msyh.ttc")
 
 
 class Tile(NamedTuple):
-    """A thumbnail with lines of text below it, or only text; the first line has the color."""
+    """A thumbnail with lines of text below it, or only text; `color` is that of the first line."""
 
     image: Image.Image | None
     lines: Sequence[str]

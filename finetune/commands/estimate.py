@@ -45,14 +45,16 @@ def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Args:
         path: path of the recipe.
         overrides: overrides of the recipe, each `section.key=value`.
-    Returns: a dict with keys "parameters" {"total", "trained"}; "measured" {"images" (per
-        micro-batch), "images_per_step", "steps"}; "memory" in bytes {"where", "training",
-        "evaluation" (None without evaluation), "checkpoint" (a copy on the host while it is
-        written), "peak", "decoded_images" (not part of the peak)}; "time" {"images_per_second",
-        "evaluated_per_second", "features_seconds" (0 unless the run caches features),
-        "epoch_seconds", "run_seconds", "run_steps", "evaluations"}; "disk" in bytes {"checkpoint",
-        "needed", "free_here"}; "options", each {"change", "peak", "images_per_second"}; and a
-        summary of the recipe and the machine.
+    Returns: a dict with a summary of the recipe and the machine, and these keys:
+        "parameters": {"total", "trained"}.
+        "measured": {"images" (per micro-batch), "images_per_step", "steps"}.
+        "memory": in bytes {"where" ("host" or "device"), "training", "evaluation" (None without
+            evaluation), "checkpoint" (a copy in host memory while a checkpoint is written),
+            "peak", "decoded_images" (not part of the peak)}.
+        "time": {"images_per_second", "evaluated_per_second", "features_seconds" (0 unless the run
+            caches features), "epoch_seconds", "run_seconds", "run_steps", "evaluations"}.
+        "disk": in bytes {"checkpoint", "needed", "free_here"}.
+        "options": a list with {"change", "peak", "images_per_second"} for each other setting.
     Raises: FinetuneError if the recipe is wrong or the run cannot be set up.
     """
     recipe = load_recipe(path, overrides)
@@ -99,9 +101,9 @@ def _check_single_process(recipe: Recipe) -> None:
 def _measure_recipe(
     recipe: Recipe, on_step: Callable[[], object], *, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Measure a recipe for about this many seconds, after its setup.
+    """Measure a recipe for about `seconds` seconds, not counting its setup.
 
-    Returns: the measurements, see `estimate_run`, and the changes of settings worth trying.
+    Returns: the measurements, see `estimate_run`, and the overrides of `_changes_to_try`.
     """
     model = recipe.model.model_copy(update={"compile": False})  # compiling may take minutes
     recipe = recipe.model_copy(update={"model": model})
@@ -116,7 +118,11 @@ def _measure_recipe(
 def _measure_change(
     recipe: Recipe, change: str, on_step: Callable[[], object], *, seconds: float
 ) -> dict[str, Any] | None:
-    """Measure a recipe with a changed setting. Returns: None if it is not supported."""
+    """Measure a recipe with a changed setting.
+
+    Returns: an item of "options" in `estimate_run`; None if the change is not supported or memory
+        runs out.
+    """
     try:
         changed = parse_recipe(recipe.to_yaml(), overrides=[change])
         with quiet():
@@ -135,7 +141,7 @@ def _measure_change(
 
 
 def _changes_to_try(loop: TrainingLoop) -> list[str]:
-    """Return overrides that may take less memory or time, the most harmless first."""
+    """Return overrides that may take less memory or time; first those that alter training least."""
     recipe, trainer = loop.recipe, loop.trainer
     if trainer.uses_cached_features:  # training the classifier alone costs next to nothing
         return []
@@ -244,8 +250,8 @@ class _Trial:
         """Evaluate some images.
 
         Args:
-            rate: images per second of training.
-        Returns: images per second, and the peak of the memory.
+            rate: images per second of training, which determines how many images are evaluated.
+        Returns: images per second of evaluation, and the peak memory in bytes.
         """
         batch_size, available = self.recipe.data.eval_batch_size, len(self.loop.val_loader.labels)
         images = max(1, min(int(rate * self.seconds / 4), available))
@@ -260,12 +266,12 @@ class _Trial:
     def _peak_for(
         self, wanted: int, memory: PeakMemory, images: int, run: Callable[[int], object]
     ) -> int:
-        """Return the peak of the memory for a batch that may be larger than the measured one.
+        """Estimate the peak memory, in bytes, for a batch that may be larger than the measured one.
 
         Args:
-            wanted: images of the batch.
-            memory: measured with a batch of `images`.
-            run: computes a batch with a given number of images.
+            wanted: number of images in the batch to estimate.
+            memory: the memory measured with the batch of `images` images.
+            run: function that computes a batch with a given number of images, to measure again.
         """
         if wanted <= images or images < 2:
             return memory.peak_bytes
@@ -277,7 +283,7 @@ class _Trial:
     def _measure_features(self) -> tuple[float, int]:
         """Measure the features of a frozen backbone; from then on, training uses zeros instead.
 
-        Returns: the seconds that the features of all images take, and the peak of the memory.
+        Returns: the seconds that the features of all images take, and the peak memory in bytes.
         """
         self._time_step(min(2, self.recipe.data.batch_size))
         rate, peak_bytes = self._measure_evaluation(len(self.loop.val_loader.labels))

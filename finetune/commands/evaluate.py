@@ -59,7 +59,7 @@ __all__ = ["check_split_name", "evaluate_model", "format_evaluation", "write_eva
 SPLITS = ("train", "val", "test")
 _MAX_CONFUSED_PAIRS = 20
 _MAX_LABEL_ROWS = 100
-_ALL_CLASSES_HINT = "for every class, write per_class.csv with --out DIR"
+_ALL_CLASSES_HINT = "--out DIR writes the metrics of every class to per_class.csv"
 TASKS = ("multiclass", "multilabel")
 _CORRUPTION_METRICS = ("top1", "map", "loss", "ece")  # reported for corrupted images
 
@@ -262,7 +262,7 @@ def _format_corruptions(corrupted: Mapping[str, Any]) -> list[str]:
 
 
 def _format_per_class(result: Mapping[str, Any]) -> str:
-    """Format scikit-learn's classification report for the classes that are true or predicted."""
+    """Format scikit-learn's classification report for all classes that are labels or predicted."""
     from sklearn.metrics import classification_report  # takes half a second to import
 
     confusion = _confusion_of_result(result)
@@ -307,7 +307,7 @@ def _confusion_of_result(result: Mapping[str, Any]) -> ConfusionMatrix:
 
 
 def _format_most_confused(confusion: ConfusionMatrix, names: Sequence[str]) -> str:
-    """Format the most confused class pairs, if there are too many classes for one line each."""
+    """Format the most confused class pairs; used if there are too many classes to list all."""
     lines = ["images  true class → predicted class"] + [
         f"{count:6}  {escape_to_one_line(names[true])} → {escape_to_one_line(names[predicted])}"
         for true, predicted, count in confusion.most_confused_pairs(_MAX_CONFUSED_PAIRS)
@@ -334,7 +334,7 @@ def _open_split(
     Args:
         is_training_data: True if the run was trained on this data; then "train" excludes the
             held-out validation images. The "train" split of other data is used completely.
-        log_split: log which split is used if there is no test split.
+        log_split: True to log which split is used if there is no test split.
     Returns: the source, and the name of the split.
     Raises: DataError if the split does not exist.
     """
@@ -343,9 +343,9 @@ def _open_split(
     if split is None and "test" not in source.splits:
         if is_training_data or len(source.splits) > 1:
             source, name = open_data(section, seed), "val"
-            part = "validation"
+            part = "the val split"
         else:
-            (name,), part = source.splits, "all of it"
+            (name,), part = source.splits, "the whole dataset"
         if name in source.splits:
             split, images = name, pluralize(len(source.splits[name]), "image")
             if log_split:

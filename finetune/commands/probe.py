@@ -77,14 +77,15 @@ def probe_model(
     Args:
         model: run directory, model folder, Hub or timm name; the model needs no classifier.
         data: a source string; None uses the data that the run was trained on.
-        split: the split to evaluate on, "test" or "val"; None uses test, or val if there is no
-            test split. If "val" does not exist, it is held out from train, as in training.
+        split: the split to evaluate on, "test" or "val". If "val" is given but does not exist, it
+            is held out from train, as in training. None uses an existing split: test, else val.
         shots: numbers of training images per class, one few-shot evaluation each.
         seeds: number of random draws of the shots, with seeds 0, 1, …
         linear: also fit logistic regression on all of train, with C chosen on validation.
         linear_sgd: also train linear classifiers with SGD, like DINOv2's evaluation, and report
-            the best one on validation. The grid has 13 learning rates and several features: class
-            tokens with and without averaged patch tokens (or only pre-logits).
+            the best one on validation. The grid combines 13 learning rates with several features:
+            class tokens with and without averaged patch tokens, or only pre-logits if the network
+            has no such tokens.
         knn: also evaluate a kNN classifier with this many neighbors.
         out: a folder for probe.json.
     Returns: a dict with keys "model", "data", "split", "protocol", "shots" {n: {"accuracy", "std",

@@ -2,8 +2,8 @@
 
 The page is written from run directories, which need neither checkpoints nor model/. Results whose
 run directories no longer exist are kept in `earlier.md` next to the plan. A run that is smaller
-than the published experiment (another network or fewer images) cannot meet or miss its claims; a
-plan can only ask whether a metric moves in the same direction (`Direction`).
+than the published experiment (another network or fewer images) cannot confirm or refute the claims
+of the experiment; a plan can only ask whether a metric moves in the same direction (`Direction`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 RUN_FILES = ("recipe.yaml", "run.json", "metrics.jsonl", "results.json")
-_EXPECTED_PREFIX = "expected before the run"  # `claim.source` of a prediction starts so
+_EXPECTED_PREFIX = "expected before the run"  # start of `claim.source` for a prediction
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _claims_table(
 
 
 def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> list[str]:
-    """Format the last three cells of a claim: the entry, its values, and the full experiment."""
+    """Format the last three cells of a claim's row: answer, measured values, full experiment."""
     rows = [_answer_claim(claim.model_dump(), run) for run in entry_result.runs]
     values = [row["measured"] for row in rows if row["measured"] is not None]
     measured = _format_metric_mean(claim.metric, values)

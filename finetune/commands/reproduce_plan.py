@@ -276,7 +276,7 @@ def load_entry_recipe(
 
 
 def use_source_of_run(recipe: Recipe, run: Recipe) -> Recipe:
-    """Return the recipe with the data source and the note of a run, for a comparison.
+    """Return the plan's recipe with the data source and the note of a run, to compare the two.
 
     Args:
         recipe: recipe of the plan.
@@ -336,7 +336,7 @@ def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
     if all(isinstance(values, list) for values in entry.grid.values()):
         folders = [entry.combination_folder(changes) for changes in entry.grid_combinations()]
         for folder in {name for name in folders if folders.count(name) > 1}:
-            yield f"grid: two combinations would both be called '{folder}'; make two entries"
+            yield f"grid: two combinations would have the same folder, '{folder}'; make two entries"
 
 
 def _format_override_value(value: Any) -> str:

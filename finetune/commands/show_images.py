@@ -106,7 +106,7 @@ def _class_mask(split: Split, label: int) -> NDArray[np.bool_]:
 
 
 def show_training(recipe: Recipe, out: str | Path) -> Path:
-    """Draw training images of a recipe: decoded, augmented in eight epochs, and in evaluation.
+    """Draw training images as decoded, as augmented in eight epochs, and as in evaluation.
 
     The pixels are identical to those in training on this machine. Pretrained weights are not
     loaded.
@@ -115,7 +115,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
         recipe: the recipe.
         out: a .png or .jpg file, written atomically.
     Returns: path of the file.
-    Raises: FinetuneError for unreadable data or a recipe that does not fit it.
+    Raises: FinetuneError for unreadable data or a recipe that does not fit the data.
     """
     path = check_output_file(out, option="--out", suffixes=SHEET_SUFFIXES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -233,7 +233,7 @@ class _RecipeBuilder:
             "model": [
                 RecipeEntry("name", candidate.name, candidate.reason),
                 RecipeEntry(
-                    "image_size", candidate.image_size, f"sides of about {stats.median_side} px"
+                    "image_size", candidate.image_size, f"images of about {stats.median_side} px"
                 ),
                 RecipeEntry("freeze", "backbone" if frozen else "none", reason),
             ],
@@ -253,7 +253,7 @@ class _RecipeBuilder:
 
 
 def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tuple[Strategy, str]:
-    """Choose a strategy, if needed by training both for a trial. Returns: it, and the reason."""
+    """Choose a strategy, if needed after a trial of both. Returns: the strategy and the reason."""
     num_train, freeze = builder.stats.num_train, builder.requested.get("model.freeze")
     if freeze is not None:
         frozen = freeze == "backbone"
@@ -262,7 +262,7 @@ def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tup
         )
         return strategy._replace(frozen=frozen), ""
     if len(strategies) == 1:
-        return strategies[0], "trains only the head: the rest would take too long on this machine"
+        return strategies[0], "trains only the head: all weights would take too long here"
     head_only, full = strategies
     if num_train > _MAX_TRIAL_TRAIN_IMAGES and head_only.candidate == full.candidate:
         minutes = max(full.seconds_per_image * _choose_epochs(num_train) * num_train / 60, 1)
@@ -284,7 +284,8 @@ def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tup
         f"a trial of {pluralize(epochs, 'epoch')}: val {metric} {frozen_score:.3f} with the "
         f"backbone of {head_only.candidate.name} frozen, "
     )
-    # require one standard error more: a lead may be chance, and a head overfits less
+    # full fine-tuning must win by one standard error: a smaller lead may be chance, and training
+    # only the head overfits less
     score_to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / num_val_images)
     if score_to_beat >= 1:
         return head_only, f"{reason}which leaves nothing to gain"
@@ -314,8 +315,8 @@ def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: 
     lr = float(f"{min(max(curve.lr_at_min_loss / 10, strategy.lr / 3), strategy.lr * 3):.1e}")
     lr_reason = (
         f"a range test of {pluralize(steps, 'step')}: the loss was lowest at "
-        f"{curve.lr_at_min_loss:.1e}; a tenth of it, within a third and three times the rule of "
-        f"thumb, {strategy.lr:g}"
+        f"{curve.lr_at_min_loss:.1e}; a tenth of it, limited to between a third and three times "
+        f"the rule of thumb, {strategy.lr:g}"
     )
     result = builder.build_recipe(strategy, reason, lr=RecipeEntry("lr", lr, lr_reason))
     return StartResult(result.recipe, result.yaml_text, curve)
@@ -381,7 +382,7 @@ def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
 
 
 def _choose_val_fraction(source: Source) -> tuple[float, str]:
-    """Choose the fraction of train to hold out for validation. Returns: it, and the reason."""
+    """Choose the fraction of train to hold out for validation. Returns: fraction and reason."""
     if "val" in source.splits:
         return 0.0, "the data has a val split"
     images = len(source.splits["train"])
@@ -550,7 +551,7 @@ def _choose_train_pipeline(image_size: int, median_side: int, *, frozen: bool) -
 def _choose_best_metric(requested: Mapping[str, Any]) -> RecipeEntry:
     """Choose which weights to keep: the last ones, or the best ones if run.patience is set."""
     if requested.get("run.patience") is None:
-        return RecipeEntry("best", "last", "few validation images would select by chance")
+        return RecipeEntry("best", "last", "with few validation images, the best is partly luck")
     return RecipeEntry("best", "val.loss", "the metric for patience; less noisy than accuracy")
 
 

@@ -94,7 +94,7 @@ def test_alpha_0_and_1_give_the_original_models(runs: Path, tmp_path: Path) -> N
     assert tried[2]["top1"] == run_results["val"]["top1"]
     assert best_of_three["val"]["top1"] == max(row["top1"] for row in tried)
     result = average_runs([str(runs / "a")], alphas=[1.0], out=str(tmp_path / "out"))
-    assert result["chosen"] == "alpha 1, the fine-tuned head"
+    assert result["chosen"] == "alpha 1, head as fine-tuned"
     assert result["test"]["confusion"] == run_results["test"]["confusion"]
     assert result["temperature"] == pytest.approx(run_results["temperature"], rel=1e-4)
 
@@ -163,7 +163,7 @@ def test_predict_export_and_push_accept_the_result(
     assert main(["export", out, "--format", "torch", "--out", str(tmp_path / "net.pt2")]) == 0
     assert main(["push", out, "alice/soup"]) == 0
     card = hub.files("alice/soup", "main")["README.md"].decode()
-    assert "averaged weights (WiSE-FT: alpha 0.5, the fine-tuned head) of `a`" in card
+    assert "averaged weights (WiSE-FT: alpha 0.5, head as fine-tuned) of `a`" in card
     assert str(tmp_path) not in card
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 10)

@@ -99,7 +99,7 @@ def test_falls_back_to_validation_without_a_test_split(
     assert evaluated["confusion"] == results["val"]["confusion"]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no test split" in line]
     assert f"folder:{photos}" in line
-    assert "validation, 10 images" in line
+    assert "the val split, 10 images" in line
     assert "too few images" in format_evaluation(evaluated)
     with refused("data.no_split", f"folder:{photos}", "'test'"):
         evaluate_model(str(tmp_path / "run"), split="test")
@@ -108,7 +108,7 @@ def test_falls_back_to_validation_without_a_test_split(
     num_images = len(list(photos.rglob("*.png")))  # all images, not a tenth of them
     evaluated = evaluate_model(str(out), data=f"folder:{photos}")
     assert (evaluated["split"], evaluated["examples"]) == ("train", num_images)
-    assert "all of it" in capsys.readouterr().err
+    assert "the whole dataset" in capsys.readouterr().err
     (copy / "0" / "broken.png").touch()  # quarantined, as in the run's training
     evaluated = evaluate_model(str(tmp_path / "run"), data=f"folder:{copy}", split="train")
     assert evaluated["examples"] == num_images

@@ -43,9 +43,9 @@ class UntrustedCacheError(OSError):
 class CacheFolder:
     """A folder of the cache; every access to cached files goes through this class.
 
-    This user or root owns the folder, its parent and its files, and nobody else can write to them.
-    Files are opened relative to the checked folder; links are not followed and pipes do not block.
-    Names of unfinished files and locks begin with a dot.
+    Checks that this user or root owns the folder, its parent and its files, and that nobody else
+    can write to them. Opens files relative to the checked folder, does not follow symlinks, and
+    does not block on pipes. Names of unfinished files and locks begin with a dot.
 
     Args:
         path: the folder; created with mode 0700 if it does not exist.
@@ -159,7 +159,10 @@ class CacheFolder:
         )
 
     def remove_partial_files(self, key: str) -> None:
-        """Remove what killed processes left of the file of a key; the caller must hold its lock."""
+        """Remove partial files that killed processes left for a key.
+
+        The caller must hold the lock of the key.
+        """
         for name in self.list_files(f".{key}", ".tmp"):
             self.remove(name)
 
@@ -176,8 +179,8 @@ class CacheFolder:
         try:
             yield
         finally:
-            self.remove(name)  # while locked: a waiting process checks that it exists
-            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes share this lock
+            self.remove(name)  # before unlocking: the next holder checks that its file exists
+            fcntl.flock(lock, fcntl.LOCK_UN)  # `close` does not unlock if forks share the lock
             os.close(lock)
 
     def _wait_for_lock(self, name: str) -> int:
@@ -197,7 +200,7 @@ class CacheFolder:
             os.close(lock)
             raise
         os.close(lock)
-        return self._wait_for_lock(name)  # the process that held it has removed it
+        return self._wait_for_lock(name)  # the previous holder removed the file
 
     def fits_on_disk(self, num_bytes: int, *, max_fraction: float) -> bool:
         """Return True if `num_bytes` is less than `max_fraction` of the free disk space."""
@@ -205,12 +208,14 @@ class CacheFolder:
         return num_bytes < state.f_bavail * state.f_frsize * max_fraction
 
     def evict(self, max_bytes: int, *, keep_name: str, pattern: re.Pattern[str]) -> None:
-        """Remove the least recently used files, and old partial files of killed processes.
+        """Remove the least recently used files until the others fit within a size limit.
+
+        Also removes partial files and locks older than a day, which killed processes left.
 
         Args:
-            max_bytes: size limit for all files together.
-            keep_name: name of a file to keep.
-            pattern: only files whose names match this pattern may be removed.
+            max_bytes: limit for the total size of the files that match `pattern`.
+            keep_name: name of a file to keep in any case.
+            pattern: names of the files that may be removed.
         """
         files: list[tuple[float, int, str]] = []
         for name in os.listdir(self._dir_fd):

@@ -182,7 +182,7 @@ def fsync_file(file: IO[Any]) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk; a rename in it survives a power cut only then."""
+    """Flush a folder's entries to the disk, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

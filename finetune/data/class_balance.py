@@ -1,6 +1,7 @@
 """Class imbalance: describe it, and oversample rare classes.
 
-An epoch with class sampling depends only on the seed, and is as long as any other epoch.
+An epoch with class sampling draws as many images as the training split has. The draws depend only
+on the seed and the epoch.
 """
 
 # N images, K classes
@@ -30,7 +31,7 @@ _COUNT_EXPONENTS = {
     "square_root": 0.5,
 }  # draws are proportional to count**exponent; 1 would draw each image once
 
-_RARE_CLASS_RATIO = 0.1  # a class with a smaller share of the most common class's images is rare
+_RARE_CLASS_RATIO = 0.1  # a class is rare below this share of the most common class's images
 
 ClassSamplingKind = Literal["class_balanced", "square_root"]
 
@@ -138,7 +139,7 @@ class ClassSampler:
         self._images_by_class_N = np.lexsort((order_N, labels_N))  # sorted by class
 
     def epoch_draws(self, epoch: int) -> NDArray[np.int64]:
-        """Return the draws of an epoch, (N,): image index + N * number of restarts of its cycle."""
+        """Return the draws of an epoch, (N,): image index + N * cycle restarts in this epoch."""
         counts_K, draws_K = self._counts_K, self._draws_K
         classes_N = np.repeat(np.arange(len(draws_K)), draws_K)
         start_K = epoch * draws_K % np.maximum(counts_K, 1) - (np.cumsum(draws_K) - draws_K)

@@ -92,8 +92,8 @@ def find_columns_by_name(
         usual_image_names, usual_label_names: names to look for, in lower case.
         typed_image_columns, typed_label_columns: columns whose recorded type is an image or a
             class label.
-        multilabel: allow several label columns of 0 and 1: the requested ones; else, if no column
-            has a usual label name, all other columns.
+        multilabel: allow several label columns of 0 and 1. If none is requested and no column has a
+            usual label name, all columns except the image column and "split" are label columns.
     Returns: the name of the image column, and the names of the label columns.
     Raises: DataError if a column is missing.
     """

@@ -77,7 +77,8 @@ def read_csv(
     Args:
         file: path of a UTF-8 file, with fields separated by commas, semicolons or tabs.
         columns: path column, and label column or columns; None to find them by usual names.
-        split: split of all images; None to read the column `split`, or train without such a column.
+        split: split of all images; None to read it from the column "split". Without this column,
+            all images are train.
         multilabel: allow any number of labels per image.
     Returns: a dict from split to a sorted list with a pair (path relative to the file's folder,
         class name or names) for each image; and the names of the label columns of 0 and 1, an empty
@@ -151,9 +152,9 @@ def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[Clas
     with_separator = [label for label in labels if isinstance(label, str) and "|" in label]
     if len(with_separator) > len(labels) * _SEPARATOR_FRACTION:
         warn_once(
-            f"{printable_path(file)}: {with_separator[0][:_MAX_SHOWN_CHARS]!r} is one class, and "
-            f"{len(with_separator):,} of {pluralize(len(labels), 'image')} have such a label; set "
-            "data.task=multilabel if | separates several labels"
+            f"{printable_path(file)}: {with_separator[0][:_MAX_SHOWN_CHARS]!r} is read as one "
+            f"class, and {len(with_separator):,} of {pluralize(len(labels), 'image')} have such a "
+            "label; set data.task=multilabel if | separates several labels"
         )
     label_sets = {label for label in labels if not isinstance(label, str)}
     if len(columns) > 1:
@@ -300,7 +301,7 @@ def _normalize_image_path(path: str, folder: str) -> str:
     if not full_path.startswith(folder):
         raise DataError(
             f"the path {path[:_MAX_SHOWN_CHARS]!r} leads outside {printable_path(folder)}; put the "
-            "CSV file above the images, or a symlink to them next to it",
+            "CSV file in a folder that contains the images, or a symlink to the images next to it",
             code="data.unsafe",
         )
     return full_path[len(folder) :]
@@ -321,7 +322,7 @@ def _check_duplicate_row(row: _ImageRow, other: _ImageRow) -> None:
         )
     if row.split != other.split:
         raise DataError(
-            f"{path!r} is in {row.split}, but in {other.split} in line {other.line}; keep one",
+            f"{path!r} is in {row.split} here, but in {other.split} in line {other.line}; keep one",
             code="data.ambiguous",
         )
 

@@ -40,7 +40,7 @@ MAX_PIXELS = 64_000_000
 # signature, and decode the picture inside an ICO while opening it, before its size can be checked.
 _ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _URL_SCHEMES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
-_MIN_JPEG_SIDE = 4  # PIL decodes smaller JPEGs: 5/8 of a side can round to the same size as 1/2
+_MIN_JPEG_SIDE = 4  # PIL decodes smaller ones, for which scales 5/8 and 1/2 may give the same size
 _MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
 _ORIENTATION_TAG = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength

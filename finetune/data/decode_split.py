@@ -1,8 +1,8 @@
 """Decode the images of a split in worker processes, and report the unreadable ones.
 
-Workers return images through buffers in shared memory that are used again and again: each tensor
-that a torch worker sends allocates new shared memory, whose pages the kernel must zero, which is
-half as much work as decoding.
+Workers return images through shared memory that is reused. A torch worker would allocate new shared
+memory for each tensor that it sends; for the kernel, zeroing these pages is half as much work as
+decoding.
 """
 
 # N images, M of them readable, H W pixels
@@ -109,10 +109,10 @@ def decode_batches(
         num_workers: worker processes; 0 to decode in this process.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
         bytes_per_image: estimate for a decoded image.
-        prefetch_factor: batches ahead per worker, so that it need not wait for a slower worker.
+        prefetch_factor: batches that a worker may be ahead, instead of waiting for a slower one.
         with_checksums: compute the crc32 of each image.
-    Yields: for each batch, in order, the images, valid until the next batch is requested; or the
-        error of an unreadable image.
+    Yields: for each batch, in order, a list of its images, with a DataError in place of an
+        unreadable one. The images are valid until the next batch is requested.
     Raises: DataError for an image that crashes the decoder; SetupError if a worker was killed or
         hangs.
     """
@@ -204,9 +204,11 @@ def decode_split(
 ) -> Generator[DecodedImage | DataError, None, None]:
     """Decode every image of a split, in worker processes unless the split is small.
 
-    Args: see `decode_batches`.
-    Yields: each image in order, valid until the next is requested; or the error of an unreadable
-        image.
+    Args:
+        num_workers, timeout_seconds, with_checksums: see `decode_batches`.
+        progress: show a progress bar on standard error if it is a terminal.
+    Yields: each image in order, or a DataError in place of an unreadable one. An image is valid
+        until the next one is requested.
     Raises: same as `decode_batches`.
     """
     num_bytes = estimate_decoded_bytes(split)
@@ -296,7 +298,7 @@ def drop_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: str
         failed: (index, message) of unreadable images, ascending.
         unreadable: "stop" to raise, "quarantine" to exclude.
     Returns: (M,) int64, indices of the readable images, ascending.
-    Raises: DataError listing the unreadable images, or naming a class with no image left.
+    Raises: DataError listing the unreadable images ("stop"), or naming a class with no image left.
     """
     if failed and unreadable == "stop":
         raise DataError(_unreadable_message(split, failed), code="data.unreadable")
@@ -311,7 +313,7 @@ def drop_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: str
             f"split '{split.name}': no readable image left in "
             f"{pluralize(len(empty_classes), 'class', 'classes')} (labels "
             f"{', '.join(str(label) for label in empty_classes[:5])}); the first of {len(failed)} "
-            f"unreadable: {failed[0][1]}",
+            f"unreadable images: {failed[0][1]}",
             code="data.unreadable",
         )
     if failed:

@@ -46,12 +46,12 @@ def collate_ragged(images: Sequence[NDArray[np.uint8]], device: torch.device) ->
 
 
 def as_dense(images: RaggedBatch, common_size: tuple[int, int] | None) -> PixelBatch:
-    """View packed images as (B, H, W, 3) if all have the common size of their split.
+    """View packed images as (B, H, W, 3) if all of them have the common size.
 
     Args:
-        common_size: (H, W); None if the split has several sizes. A batch in which only some images
-            have this size stays ragged, and these images are resampled together, as in a dense
-            batch.
+        common_size: (H, W) of the split's images, or of a sample of them; None if these have
+            several sizes. If only some images of the batch have this size, the batch stays ragged,
+            but these images are resampled together, as in a dense batch.
     """
     if common_size is None:
         return images

@@ -40,8 +40,8 @@ class EncodedImages(Protocol):
     `decode` takes the arguments `decode_size` and `buffer` of `decode_image`.
 
     Attributes:
-        origin: local paths of the files that hold the images, the key of their hash index; "" if
-            there are none.
+        origin: local paths of the files that hold the images, for the key of the cached
+            fingerprint; "" if there are none.
         has_file_per_image: True if each image has its own file.
         is_streamed: True if images are read from shards by row group, see `StreamedImages`.
     """
@@ -167,7 +167,7 @@ class TableImages:
         return np.concatenate([_encoded_sizes(chunk) for chunk in self._chunks])
 
     def stat_signatures(self, rows: np.ndarray) -> np.ndarray:
-        """Return the `stat_signatures` of the tables and of image files of these rows, (F, 5)."""
+        """Return the `stat_signatures` of the tables and of these rows' image files, (F, 5)."""
         tables = self._stat_signatures.copy()
         # a table file that changed after it was read differs from the images in memory: unsettled
         tables[np.any(stat_signatures(self._files) != tables, axis=1), 0] = -1

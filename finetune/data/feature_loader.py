@@ -1,4 +1,4 @@
-"""Loader of precomputed features instead of images, with the same samples in each step."""
+"""Loader of precomputed features, with the same samples in each step as `ImageLoader`."""
 
 # B batch, N images, D width
 

@@ -1,4 +1,4 @@
-"""SHA-256 fingerprint of a split's images and labels, remembered on disk.
+"""SHA-256 fingerprint of a split's images and labels, cached on disk.
 
 The fingerprint is stored under the stat signatures of the files: device, inode, size, mtime and
 ctime (in nanoseconds). While they stay the same, the files are not read again. File times are only
@@ -6,8 +6,8 @@ as fine as the file system's clock. So if a file changed less than two seconds b
 or has a time in the future, the fingerprint is not stored: another change in the same clock tick
 would leave its times the same.
 
-Each fingerprint is a file in `hashes/` of the cache, with a sha256 of its own. If it is damaged,
-the images are hashed again; this is never an error.
+Each fingerprint is a file in `hashes/` of the cache, which also holds a checksum. If the file is
+damaged, the images are hashed again; this is never an error.
 """
 
 # N images, F files
@@ -39,7 +39,7 @@ __all__ = ["compute_fingerprint", "try_read_bytes"]
 MAX_CACHE_BYTES = 2**20
 _SMALL_SPLIT_BYTES = 2**24  # below, threads and a stored fingerprint cost more than they save
 _PROGRESS_BAR_BYTES = 2**28  # above, hashing has a progress bar
-_MAX_CHUNK_IMAGES = 16  # that a thread reads at a time, because starting a task costs time
+_MAX_CHUNK_IMAGES = 16  # per thread task, because starting a task costs time
 _CHUNK_BYTES = 2**20
 _NUM_THREADS = 8  # more than cores: they also wait for disks
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.fingerprint")
@@ -50,8 +50,8 @@ def compute_fingerprint(
 ) -> tuple[str, NDArray[np.int64]]:
     """Hash the encoded bytes and label of every image, in order.
 
-    An image that cannot be opened is hashed as empty with size -1. If no file has changed since an
-    earlier run, no file is read; if one has changed, all are read again.
+    An image that cannot be opened is hashed as empty with size -1. A small split is always read. A
+    larger one is not read if no file has changed since an earlier run; if one has, all are read.
 
     Args:
         images: images that are not streamed.

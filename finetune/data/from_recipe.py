@@ -58,7 +58,7 @@ def resolve_data_section(
     Returns: the data section and the seed. For the dataset of the run, these are the run's own,
         which give the same splits as in training; for another dataset, the section has only the
         run's preprocessing, and the seed is 0.
-    Raises: RecipeError if no data is given.
+    Raises: RecipeError if `data` is None and the model is not a run directory.
     """
     if recipe is not None and (
         data is None or _normalize_source(data) == _normalize_source(recipe.data.source)
@@ -82,7 +82,7 @@ def _normalize_source(source: str) -> str:
 
 
 def open_full_data(section: DataSection, seed: int) -> Source:
-    """Open the dataset of a recipe with the splits of its source.
+    """Open the dataset of a recipe with the splits that its source has.
 
     Selects the recipe's classes and subsamples the test split, but leaves train and val complete.
 

@@ -31,7 +31,7 @@ from finetune.log import warn_once
 __all__ = ["DatasetFiles", "list_parquet_files", "load_hub_dataset", "resolve_commit"]
 
 _TIMEOUT_SECONDS = 10.0
-_CONFIGURATION_FILES = ("README.md", ".huggingface.yaml")  # which files make which split
+_CONFIGURATION_FILES = ("README.md", ".huggingface.yaml")  # they declare the files of each split
 _Result = TypeVar("_Result")
 
 
@@ -167,7 +167,10 @@ def _retry_online(source: str, call: Callable[[], _Result]) -> _Result:
 
 
 def _request_commit(source: str, repo_id: str, revision: str | None) -> str:
-    """Request the commit of a revision once. Raises: also TransientHubError."""
+    """Request the commit of a revision, without retries.
+
+    Raises: same as `load_hub_dataset`; also TransientHubError.
+    """
     try:
         with hub_errors(source, revision, not_found_error=DataError, repo_noun="dataset"):
             info = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT_SECONDS)
@@ -254,7 +257,7 @@ def _load_cached(
         if hub_error is None:
             raise _to_user_error(source, revision, error) from None
         detail = redact(str(error))
-        message = f"{source}: {cause}, and it is not cached ({detail}); try again later"
+        message = f"{source}: {cause}, and the dataset is not cached ({detail}); try again later"
         raise HubError(message, code="hub.unreachable") from None
     commit = _recorded_commit(dataset_dict)
     if commit is None:

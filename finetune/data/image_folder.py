@@ -234,8 +234,8 @@ def _open_folder_with_csv(
     for other in others:
         if differing := sorted({*columns[first]} ^ {*columns[other]}):
             raise DataError(
-                f"{source}: the table of '{first}' or of '{other}' has no column {differing[0]!r}, "
-                "but the other has; write both with the same columns of 0 and 1",
+                f"{source}: only one of the tables of '{first}' and '{other}' has a column "
+                f"{differing[0]!r}; write both with the same columns of 0 and 1",
                 code="data.split_mismatch",
             )
     names = " and ".join(sorted({table.name for table in csv_files.values() if table}))

@@ -28,9 +28,9 @@ def encode_labels(
             without declared names.
         row_numbers: dict from split to the source row of each label, (N,), for error messages; None
             if rows and labels correspond one to one.
-    Returns: a dict from split to its class indices, (N,) int64, without a split whose labels are
-        all -1 (withheld); and the class names: the declared ones in their order, else the sorted
-        unique labels.
+    Returns: a dict from split to its class indices, (N,) int64; and the class names: the declared
+        ones in their order, else the sorted unique labels. The dict omits splits whose labels are
+        withheld (all -1).
     Raises: DataError for labels that are missing, of another type, or not declared.
     """
     names = next(iter(declared.values()))

@@ -153,10 +153,10 @@ class ImageLoader:
     def eval_batches(
         self, *, rank: int = 0, world_size: int = 1, batch_size: int = 256
     ) -> Iterator[Batch]:
-        """Yield the batches of this rank; over all ranks, each image occurs exactly once.
+        """Yield the batches of this rank; over all ranks, each labeled image occurs once.
 
         Every rank yields the same number of batches, because the ranks of a sharded model must run
-        in step; a rank that has no images left yields the first image without a label.
+        in step. A rank that has no images left yields the split's first image, without a label.
         """
         total = len(self.labels)
         max_share = -(-total // world_size)

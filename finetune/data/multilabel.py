@@ -1,4 +1,4 @@
-"""Encode several labels per image, as lists or columns of 0 and 1, in an indicator matrix."""
+"""Encode several labels per image as an indicator matrix, from lists or columns of 0 and 1."""
 
 # N images, M labels of all images, K classes
 

@@ -67,7 +67,7 @@ def open_source(
     kind, _, rest = source.partition(":")
     if not SOURCE_KINDS[kind].has_columns and (image_column or label_column):
         raise DataError(
-            f"data.image_column, data.label_column: {kind}: sources have no columns; remove "
+            f"data.image_column, data.label_column: '{kind}:' sources have no columns; remove "
             "these keys",
             code="data.no_column",
         )
@@ -128,7 +128,7 @@ def _check_classes(source: Source) -> None:
             count_text = pluralize(len(untrained), "class", "classes")
             raise DataError(
                 f"{source.name}: {count_text} in '{name}' but not in 'train': {names}; add "
-                "training images of them, or remove them",
+                "training images of them, or remove these classes",
                 code="data.split_mismatch",
             )
     missing = [source.class_names[label] for label in np.flatnonzero(~in_train_K).tolist()]

@@ -69,7 +69,7 @@ def read_parquet(
     Args:
         path: the source string after `parquet:`.
         columns: image column, and label column or columns; None to detect them.
-        streaming: stream the images from their files, whatever their size.
+        streaming: stream the images from the files, even if they would fit in memory.
         multilabel: allow any number of labels per image.
     Raises: DataError for missing or damaged files.
     """
@@ -213,15 +213,15 @@ def _load_chunks(files: Iterable[Path], column: str) -> list[TableChunk]:
 def read_hub(
     spec: str, columns: ColumnNames, *, streaming: bool = False, multilabel: bool = False
 ) -> LabeledSplits:
-    """Load a dataset from the Hub, or from the cache if possible.
+    """Load a dataset from the Hub, or from the cache if the Hub does not respond.
 
     Args:
         spec: `owner/name[@revision][:config]`.
         columns: image column, and label column or columns; None to detect them.
-        streaming: stream the images from the Hub.
+        streaming: stream the images from the Hub; needs a connection.
         multilabel: allow any number of labels per image.
     Raises: DataError if the dataset, revision or configuration does not exist; HubError if the Hub
-        denies access or does not respond.
+        denies access, or if it does not respond and nothing is cached.
     """
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+))?", spec)
     if not match:
@@ -275,7 +275,7 @@ def _load_memory_mapped_chunks(files: Sequence[Path], column: str) -> list[Table
             columns=[column],
             split="train",
         )
-        pa.default_memory_pool().release_unused()  # used to write the files
+        pa.default_memory_pool().release_unused()  # memory that writing the files used
         lengths = [pq.read_metadata(file).num_rows for file in files]
     except (datasets.exceptions.DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error

@@ -4,7 +4,8 @@ Each file in `pixels/` of the cache (see `cache_path`) holds one split, in the f
 `pixel_file`. Its name is a hash of everything the pixels depend on: the content of the split's
 images, the decoder, the decode size, and how unreadable images are handled. One process decodes and
 writes the file, and others that need the same images wait for it; then all read one file, which the
-OS page cache holds once. If the writing process is stopped or killed, the next one starts again.
+OS page cache holds once. If the writing process is stopped or killed, the next process starts
+again with the first image.
 
 Everything is verified before it is used: folder and file belong to this user, the table matches its
 sha256, and each image matches its checksum when it is first read. An image that does not match is
@@ -93,9 +94,9 @@ def decode_with_cache(
         num_bytes: expected size of the decoded images.
     Returns: the images; or, as a string, why they cannot be cached: the disk is too full, or the
         folder is read-only or belongs to another user.
-    Raises: DataError for unreadable images, a class with no image left, images that change while
-        they are decoded, or an image that crashes the decoder; SetupError if a worker was killed
-        or hangs.
+    Raises: DataError for unreadable images (if `options.unreadable` is "stop"), a class with no
+        image left, images that change while they are decoded, or an image that crashes the decoder;
+        SetupError if a worker was killed or hangs.
     """
     path, key = cache_path("pixels"), _cache_key(split, options.unreadable)
     name = f"{key}.pixels"
@@ -165,7 +166,7 @@ def decode_to_memory(split: Split, options: DecodeOptions, *, num_bytes: int) ->
 
 
 def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> PixelTable:
-    """Decode a split, and write its readable images one after the other.
+    """Decode a split, and write the pixels of its readable images without gaps.
 
     Raises: OSError if the disk or memory is full; otherwise same as `decode_with_cache`.
     """
@@ -180,7 +181,7 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
     with contextlib.closing(decoded):
         for index, image in enumerate(decoded):
             if isinstance(image, DataError):
-                # A disk error may be temporary, but the cache leaves an image out permanently.
+                # A disk error may be temporary, but the cache would omit the image permanently.
                 try:
                     pixels = split.decode(index)
                 except DataError as error:
@@ -245,8 +246,8 @@ def _build_decoded_split(
         if path is not None and not is_removed:
             is_removed = True  # only once: later, another run may have written a new file here
             warn_once(
-                f"{path}: is damaged ({split.name_of(index)} does not match its checksum); such "
-                "images are decoded again, and the next run writes a new file"
+                f"{path}: is damaged ({split.name_of(index)} does not match its checksum); "
+                "damaged images are decoded again, and the next run writes a new file"
             )
             with contextlib.suppress(OSError), CacheFolder(path.parent) as folder:
                 folder.remove(path.name)

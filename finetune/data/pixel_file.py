@@ -2,7 +2,7 @@
 
 The pixels of all readable images come first, in the order of the split and without gaps. Then comes
 the table in the format of safetensors, and a footer with the length of the table and a sha256 of
-cache key and table. Images in memory have the same layout, in a file that exists only there.
+cache key and table. Images in memory are in an anonymous file (memfd) without table and footer.
 """
 
 # M readable images, B batch, C channels, H W pixels
@@ -112,8 +112,8 @@ class DecodedImages(Sequence[Tensor]):
     Args:
         file: an open pixel file, which the caller may close afterwards.
         table: the table of the file.
-        decode_again: function that decodes an image that cannot be read or fails its checksum,
-            given its position among the readable images. Returns (H, W, 3) uint8 of the same size.
+        decode_again: function to call if an image cannot be read or fails its checksum. Takes the
+            image's position among the readable images; returns (H, W, 3) uint8 of the same size.
         is_in_memory: True if the file is in memory, and only this process can change it.
     Attributes:
         common_size: (H, W) if all images have one size, else None.

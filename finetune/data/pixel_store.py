@@ -182,16 +182,18 @@ def build_pixel_store(
     """Decode a split once and keep it where it fits, else decode it on demand.
 
     Args:
-        keep: "device" or "memory" (both also use a cache file, unless the split is small or does
-            not fit on the disk), "none", or "auto" for the first that fits.
+        keep: where to keep the images: "device", "memory", "none" (decode on demand), or "auto" for
+            the first that fits. All but "none" also use a cache file, unless the split is small or
+            does not fit on the disk.
         num_workers: decoding processes, 0 to decode in this process, or "auto" (see
-            `resolve_num_workers`). A split that is kept is decoded with at least one process per
-            core.
+            `resolve_num_workers`). If not 0, at least one process per core, up to a limit,
+            decodes the images for a cache file.
         unreadable: see `DecodeOptions`.
         local_world_size: processes that share this host's memory.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
-    Raises: DataError listing all unreadable images, or if a split to keep does not fit in memory;
-        SetupError if a decoding process was killed or hangs.
+    Raises: DataError listing all unreadable images (if `unreadable` is "stop" and images are not
+        decoded on demand), or if a split to keep does not fit in memory; SetupError if a decoding
+        process was killed or hangs.
     """
     num_workers = resolve_num_workers(num_workers, local_world_size)
     if split.is_streamed:  # an unreadable image raises when it is read
@@ -237,7 +239,7 @@ def build_pixel_store(
 def _on_demand_store(
     split: Split, options: DecodeOptions, *, num_bytes: int, device: torch.device
 ) -> PixelStore:
-    """Build a store that decodes images on demand; an unreadable image then stops the run.
+    """Build a store that decodes images on demand; reading an unreadable image stops the run.
 
     With "quarantine", decodes all images once to exclude the unreadable ones, because the length of
     an epoch must be known before its first step.

@@ -36,8 +36,8 @@ class DistributedBatchSampler:
         batch_size: images per optimizer step over all processes.
         group_size: 2 if images are mixed in pairs, so that a pair stays on one rank, else 1.
         shuffle_streams: shuffle by row group, for streamed images; None for a full permutation.
-        class_sampler: draws rare classes more often, from the same seed; None for each image once
-            per epoch.
+        class_sampler: draws rare classes more often, from the same seed; None to draw each image
+            once per epoch.
     """
 
     num_samples: int
@@ -52,11 +52,11 @@ class DistributedBatchSampler:
     )
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the image indices of an epoch, (num_samples,): each once, or drawn by class."""
+        """Return the image indices of an epoch, (num_samples,): each once, or as drawn by class."""
         return self._epoch_draws(epoch) % self.num_samples
 
     def _epoch_draws(self, epoch: int) -> NDArray[np.int64]:
-        """Return `epoch_order` plus a multiple of num_samples, so that repeats have other keys."""
+        """Return `epoch_order` plus multiples of num_samples, which give repeats different keys."""
         if epoch not in self._draws_by_epoch:
             # A batch may span two epochs, or more if it is larger than the split.
             self._draws_by_epoch = {e: o for e, o in self._draws_by_epoch.items() if e >= epoch - 1}

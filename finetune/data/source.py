@@ -51,7 +51,10 @@ class Split:
 
     @functools.cached_property
     def _label_hashes(self) -> np.ndarray:
-        """Labels to hash, (N,) int64: class indices; or for multi-label, a hash of each row."""
+        """Label values that go into the fingerprint, (N,) int64.
+
+        These are the class indices; for multi-label data, a hash of each row of labels.
+        """
         if not self.is_multilabel:
             return self.labels
         digests = (hashlib.sha256(row.tobytes()).digest()[:8] for row in self.labels)
@@ -110,7 +113,7 @@ class Split:
 
         It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint
         and the stat signatures of local shards. If a server sends no ETag, or if a local shard was
-        just written, it is random, different in each process.
+        just written, the key is random and differs in each process.
         """
         return self._compute_cache_key()
 
@@ -124,8 +127,9 @@ class Split:
     def is_unchanged(self) -> bool:
         """True if the images still match the fingerprint.
 
-        Reads the files again only if their stat signatures changed or are recent. Streamed shards
-        count as changed if they were just written, or if they are remote and have no ETag.
+        Reads the files again only if their stat signatures changed, or if a file was just written.
+        Streamed shards count as changed if they were just written, or if they are remote and have
+        no ETag.
         """
         if isinstance(self.images, StreamedImages):
             return self._compute_cache_key() == self.cache_key
@@ -148,8 +152,8 @@ class Source:
         splits: splits by name: train, val or test.
         class_names: class names by class index.
         description: origin and format of the data, for users.
-        indicator_columns: names of the label columns of 0 and 1, if there are several. Labels of
-            classes without such a column are unknown.
+        indicator_columns: names of the label columns of 0 and 1, if there are several. For a class
+            without a column, the labels are unknown.
     """
 
     name: str

@@ -28,7 +28,7 @@ SPLIT_ALIASES = {
 
 
 def find_split_word(name: str) -> str | None:
-    """Return the split that a name contains as a word, such as seg_train; None if there is none."""
+    """Return the split that a name contains as a word (seg_train: train); None if it has none."""
     words = re.split(r"[\W\d_]+", name.lower())
     return next((SPLIT_ALIASES[word] for word in words if word in SPLIT_ALIASES), None)
 
@@ -51,6 +51,7 @@ def group_by_split(
         get_path: function that returns the path of a file.
         source: the source string, for warnings.
         whole_name: check every word of the file name, not only the first.
+    Returns: a dict from split to its files; all files are train if none matches a split.
     """
     groups: dict[str, list[_File]] = {}
     others = []

@@ -120,7 +120,7 @@ def subsample(source: Source, split_name: str, num_images: int | None, seed: int
         num_images: images to keep; None for all. Class shares are rounded by the largest
             remainder method, and every class keeps at least one image.
         seed: the same seed keeps the same images on every machine.
-    Returns: the source with a smaller split. Logs a warning if it is val or test.
+    Returns: the source with a smaller split. Logs a warning for val and test.
     Raises: DataError if the split does not exist, has fewer images than `num_images`, or has more
         classes than `num_images`.
     """
@@ -211,10 +211,10 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
     versions, unlike NumPy's shuffles. In each class, the images with the smallest numbers move to
     validation: round-half-up(val_fraction * images), at least 1, but never the last training image.
 
-    Multi-label: processes the classes from the rarest to the most common. Each class moves as many
-    images as its share still lacks, from those that no rarer class contains. So every class gets
-    its share, or more if it often occurs together with rarer classes. Images without a label count
-    as a class.
+    Multi-label: processes the classes from the rarest to the most common. For each class, moves
+    those of its images that are in no rarer class, until validation has the share of this class.
+    So every class gets its share, or more if it often occurs together with rarer classes. Images
+    without a label count as a class.
 
     Args:
         val_fraction: 0 <= fraction < 1; 0 takes nothing.
@@ -252,7 +252,7 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
 
 
 def _stratification_order(labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield for each class the indices of its images, and of those that no earlier class contains.
+    """Yield for each class its image indices, and those of them that are in no earlier class.
 
     Source: Sechidis et al. 2011, "On the stratification of multi-label data", section 3.2.
     """
@@ -276,6 +276,6 @@ def _warn_scattered_validation(name: str, val: Split, images: StreamedImages) ->
     if 2 * groups > total:
         warn_once(
             f"{name}: validation images are taken from train and are spread over {groups} of its "
-            f"{total} row groups, which the first evaluation reads; to read less, set "
+            f"{total} row groups; the first evaluation reads all of these; to read less, set "
             "data.val_fraction=0, or use a dataset that has a validation split"
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["are_settled", "stat_signatures"]
 
 _SETTLED_NS = 2 * 10**9
-_UNSETTLED = -1  # replaces the device number of a file whose next change may not show
+_UNSETTLED = -1  # as device number: the file's next change might not change its times
 
 
 def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[np.int64]:
@@ -21,7 +21,8 @@ def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[
     Args:
         paths: paths of the files; symlinks are followed.
     Returns: (F, 5) device, inode, size, mtime and ctime; zeros if stat fails. The device is -1 for
-        a file that changed within the last two seconds: its times may not show the next change.
+        a file that changed within the last two seconds: another change might leave its times the
+        same.
     """
     settled_before_ns = time.time_ns() - _SETTLED_NS
     return np.array(
@@ -42,5 +43,5 @@ def _stat_signature(
 
 
 def are_settled(signatures_F5: NDArray[np.int64]) -> bool:
-    """True if files that keep these signatures need not be read again; False for no files."""
+    """True if files that keep these signatures are surely unchanged; False for no files."""
     return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == _UNSETTLED)

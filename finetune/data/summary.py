@@ -17,10 +17,11 @@ def summarize_source(source: Source) -> dict[str, Any]:
     """Summarize a dataset: classes, counts, and the image sizes of a sample.
 
     Returns: a JSON-serializable dict with the keys "name", "description", "class_names", "splits"
-        and, if a training class is rare, "imbalance", a sentence. "splits" maps each split
-        to a dict with the image counts "images", "per_class" (K,), "without_label" (only if
-        multi-label), "sampled" and "unreadable_in_sample"; and with "min_size" and "max_size",
-        [H, W], the minimum and maximum of each side in the sample; None if no image is readable.
+        and, if a training class is rare, "imbalance", a sentence. "splits" maps each split to a
+        dict. It holds image counts: "images", "per_class" (K,), "without_label" (only if
+        multi-label), "sampled" and "unreadable_in_sample". It also holds "min_size" and "max_size",
+        [H, W], the minimum and maximum of each side in the sample; None if no sampled image is
+        readable.
     """
     splits = {}
     for name, split in source.splits.items():

@@ -51,9 +51,9 @@ def read_tar(
     """Read tar shards. Remote shards are always streamed.
 
     Args:
-        path: the source string after `tar:`: a file, a folder, a glob or a URL. The braces
-            `{000..099}` and `{a,b}` expand to several.
-        columns: suffix of the image members; suffix or JSON field of the labels.
+        path: the source string after `tar:`: a file, a folder, a glob or a URL. Braces such as
+            `{000..099}` and `{a,b}` expand to several paths.
+        columns: suffix of the image members; suffix or JSON field of the labels; None to detect.
         streaming: also stream local shards, in the order of `ShuffleStreams`.
         multilabel: expect labels as lists in JSON fields.
     Raises: DataError for missing or damaged shards; HubError if a server fails.
@@ -202,7 +202,7 @@ def _open_remote_shards(path: str, names: list[str]) -> list[ShardFile]:
     if invalid is not None:
         raise DataError(
             f"tar:{path}: servers do not list their files, so {invalid!r} cannot be read; write "
-            "the full URL of each shard, with numbers such as {000..099}",
+            "the full URL of each shard; braces such as {000..099} expand to numbers",
             code="data.wrong_source",
         )
     if is_offline_mode():

@@ -44,7 +44,7 @@ from finetune.ranks import is_local_main_process
 
 __all__ = ["RawLabel", "TarShard", "index_shards"]
 
-GROUP_BYTES = 2**22  # bytes of a shard per row group, which is one request
+GROUP_BYTES = 2**22  # bytes of a shard per row group; a row group is read with one request
 MAX_CACHE_BYTES = 2**32
 _FORMAT_VERSION = 2
 _INDEX_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tarindex")
@@ -406,12 +406,12 @@ def _read_label_member(file: ShardFile, stream: BinaryIO, member: tarfile.TarInf
 def _add_to_sample(
     file: ShardFile, samples: dict[str, Any], key: str, member: tarfile.TarInfo, value: Any
 ) -> None:
-    """Add a member to its sample. Raises: DataError if the sample has a member of this kind."""
+    """Add a member to its sample. Raises: DataError if the sample already has one of this kind."""
     if key in samples:
         raise DataError(
-            f"{file.display_name}: the sample {printable_path(key)} has a second "
-            f"{printable_path(member.name)!r}; rename one of them, or name the suffix of the "
-            "image with data.image_column",
+            f"{file.display_name}: the sample {printable_path(key)} has two images or two "
+            f"labels; the second is {printable_path(member.name)!r}; rename one of them, or name "
+            "the suffix of the image with data.image_column",
             code="data.ambiguous",
         )
     samples[key] = value

@@ -72,7 +72,7 @@ class WorkerStatus:
         """Yield the items of a loader, and kill its workers at the end.
 
         Args:
-            loader: iterable that must time out every `POLL_SECONDS` if it has workers.
+            loader: iterable; if it has workers, its `next` must time out after `POLL_SECONDS`.
             name_of: function that returns the name of an image, given its index.
             timeout_seconds: longest wait for one item.
         Raises: DataError if an image crashes the decoder; SetupError if a worker was killed for
@@ -196,8 +196,8 @@ def parallel_map(
     """Apply a function to tasks in processes forked from this one, and yield the results.
 
     Args:
-        fn: function that returns the result of a task, and records the images that it decodes in
-            `status`.
+        fn: function that returns the result of a task, and records in `status` which image it is
+            decoding.
         tasks: small objects, because they are pickled; consumed lazily.
         status: a `WorkerStatus` for `num_workers` processes.
         num_workers: number of processes, at least 1.
@@ -254,8 +254,8 @@ class _Watchdog:
         """Context manager: watch the read inside it.
 
         Args:
-            seconds: time limit of the loader's own timeout, to which this adds a margin; None to
-                watch nothing.
+            seconds: time limit of the caller, to which the watchdog adds a margin; None to watch
+                nothing.
         Raises: the error of `make_error`, instead of the error that killing the workers caused.
         """
         if seconds is not None and self._thread is None:
@@ -287,7 +287,7 @@ class _Watchdog:
 
 @contextlib.contextmanager
 def _ignore_worker_count_warning() -> Iterator[None]:
-    """Suppress torch's warning about more workers than cores, as workers also wait for disks."""
+    """Suppress torch's warning about more workers than cores: workers also wait for disks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
@@ -295,7 +295,7 @@ def _ignore_worker_count_warning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserve_sigchld_handler() -> Iterator[None]:
-    """Restore the SIGCHLD handler: torch's raises anywhere in the program if a worker dies."""
+    """Keep the SIGCHLD handler: torch's would raise anywhere in the program if a worker dies."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

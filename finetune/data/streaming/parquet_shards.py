@@ -18,7 +18,7 @@ from finetune.errors import DataError
 
 __all__ = ["ParquetShard", "make_chunk", "open_shards", "read_label_column"]
 
-_TAIL_BYTES = 2**16  # Arrow reads so much first, which holds most footers
+_TAIL_BYTES = 2**16  # Arrow first reads this much of the end; most footers are shorter
 _FOOTER_END_BYTES = 8  # the length of the metadata, and the magic number
 
 
@@ -49,8 +49,8 @@ class ParquetShard:
     Attributes:
         file: the file to read.
         metadata: the schema, and the offset of each column of each row group.
-        content_id: the file's ETag; else a hash of its footer, which holds the offset and the
-            statistics of each row group.
+        content_id: the file's ETag; without one, a hash of its footer, which holds the offset and
+            the statistics of each row group.
     """
 
     file: ShardFile

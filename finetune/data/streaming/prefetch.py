@@ -46,7 +46,7 @@ class _PendingBatch:
 
 
 class Prefetcher:
-    """Reads requested batches of a streamed split, and fetches and decodes them ahead.
+    """Reads batches of a streamed split; fetches and decodes the next ones in advance.
 
     Row groups stay cached after use, up to `MAX_CACHED_BYTES`, without the images that are not in
     the split. So a small validation split is fetched once for all evaluations.

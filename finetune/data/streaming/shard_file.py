@@ -1,7 +1,7 @@
 """Read byte ranges of a shard, local or remote, and check that it has not changed.
 
-fsspec's file systems, also huggingface_hub's, do not check status, length and ETag of a range, so
-they could mix the bytes of two versions of a file.
+fsspec's file systems, including huggingface_hub's, do not check the status, length and ETag of a
+range, so they could mix the bytes of two versions of a file.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ __all__ = [
 
 # waits between the tries of a read: a long run survives an outage of a minute
 RETRY_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-_NUM_OPEN_WAITS = 3  # a server that cannot be reached at the start may be misspelled
+_NUM_OPEN_WAITS = 3  # fewer, because the name of a server that does not respond may be misspelled
 _TIMEOUT_SECONDS = 30.0  # between two chunks of a response; without it, the client waits forever
 _MIN_BYTES_PER_SECOND = 1000  # on average; else a slow but steady response never times out
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-# The URL of each hub file in the file store. The Hub limits the rate of its redirects, and one for
-# each range would reach the limit. The store names files by their content, so the bytes of a URL do
-# not change. No lock, because one that another thread holds during a fork is never released.
+# Hub URL of a file -> its URL in the Hub's file store. The Hub limits the rate of its redirects;
+# one redirect per range would exceed the limit. The store names files by their content, so the
+# bytes of a URL do not change. This dict has no lock: a lock that another thread holds during a
+# fork is never released.
 store_urls: dict[str, str] = {}
-# errors of httpx that a retry would not change
+# errors of httpx that would occur again on a retry
 _PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
 
 
@@ -120,8 +121,8 @@ class RemoteFile:
         path: path in the Hub's repository, or on the server.
         display_name: the file's name in messages.
         size: size in bytes when the source was opened.
-        etag: hash of the content, as the server named it when the source was opened: its ETag, else
-            its Last-Modified header; empty if the server sends neither.
+        etag: the ETag when the source was opened, else the Last-Modified header; empty if the
+            server sends neither.
     """
 
     url: str = field(repr=False)
@@ -210,7 +211,7 @@ class RemoteFile:
                 if response.status_code != 206 or not span:
                     raise HubError(
                         f"{self.display_name}: the server does not support range requests (status "
-                        f"{response.status_code}); download it, and give its path",
+                        f"{response.status_code}); download the file, and give its path",
                         code="hub.wrong_answer",
                     )
                 body = _read_body(response, length)
@@ -287,7 +288,7 @@ def _read_body(response: Any, length: int) -> bytes:
 
 
 def _etag(response: Any) -> str:
-    """Return the name of the content: the Hub sends it before it redirects to its file store."""
+    """Return the ETag of the content, which the Hub sends with its redirect to the file store."""
     for answer in (*response.history, response):
         if tag := answer.headers.get("x-linked-etag"):
             break

@@ -2,7 +2,7 @@
 
 A row group of a tar shard is a range of neighboring images. Opening a source reads only the footer
 and the label column of each parquet shard, or the index of each tar shard. The fingerprint covers
-the shards' names, sizes and ETags, and the labels.
+the shards' names, sizes and content ids, and the labels.
 """
 
 # N rows, G row groups
@@ -39,7 +39,7 @@ class ReadableShard(Protocol):
 
     Attributes:
         file: the file to read.
-        content_id: differs between shards of the same name and size but other content.
+        content_id: tells apart shards of the same name and size but different content.
     """
 
     @property

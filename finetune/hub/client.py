@@ -112,7 +112,7 @@ def hub_errors(
         not_found_error: error class for a missing repository or revision.
         repo_noun: word for the repository in messages, such as dataset.
     Raises: TransientHubError if a retry may succeed; HubError if the Hub denies access or its
-        response makes no sense; `not_found_error`.
+        response makes no sense; `not_found_error` if the repository or revision does not exist.
     """
     _limit_waits()
     try:
@@ -125,8 +125,8 @@ def hub_errors(
         )
         if known is None and isinstance(error, UnicodeEncodeError):
             known = HubError(
-                f"{display_name}: the token of {token_source()} contains a character that no token "
-                "has; copy it again",
+                f"{display_name}: the token from {token_source()} contains a character that no "
+                "token has; copy it again",
                 code="hub.forbidden",
             )
         elif known is None and isinstance(error, _STRUCTURE_ERRORS):
@@ -207,8 +207,8 @@ def user_error(
     text = _describe_status(response, detail=detail)
     if status == 401 and get_token():
         return HubError(
-            f"{display_name}: the hub rejects the token of {token_source()} (401); create a new "
-            "one and run `hf auth login`, or unset it to read public data",
+            f"{display_name}: the hub rejects the token from {token_source()} (401); create a new "
+            "one and run `hf auth login`, or remove it to read public data",
             code="hub.forbidden",
         )
     if status in (401, 403):
@@ -333,7 +333,7 @@ def call_hub(display_name: str, function: Callable[..., T], *args: Any, **option
 
 
 def _shorten_urls(record: logging.LogRecord) -> bool:
-    """Filter for log records: huggingface_hub's warnings contain signed URLs."""
+    """Remove query strings from URLs in log records: huggingface_hub warns with signed URLs."""
     record.msg, record.args = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", record.getMessage()), ()
     return True
 

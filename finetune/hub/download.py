@@ -122,7 +122,11 @@ def download_hub_file(
 def _find_cached(
     display_name: str, repo_id: str, filename: str, revision: str | None
 ) -> Path | None:
-    """Find a cached file, at the commit to which the revision last resolved; None if none."""
+    """Find a cached file, at the commit to which the revision last resolved.
+
+    Returns: its path; None if the file is not in the cache.
+    Raises: WeightsError in offline mode, if the cache records that the file does not exist.
+    """
     path = try_to_load_from_cache(repo_id, filename, revision=revision)
     if path is None or isinstance(path, str):
         return Path(path) if path else None
@@ -164,8 +168,9 @@ def _download_once(
     try:
         with hub_errors(display_name, revision, not_found_error=WeightsError):
             commit = etag = None
-            # if the Hub fails or denies access, `hf_hub_download` silently returns a cached copy;
-            # if the file does not exist, it raises the same error and remembers that offline
+            # Request the metadata first, because `hf_hub_download` hides errors of the Hub and
+            # returns a cached copy. If the file does not exist, the error comes from
+            # `hf_hub_download`, which also caches for offline mode that there is no such file.
             with contextlib.suppress(RemoteEntryNotFoundError):
                 metadata = get_hf_file_metadata(hf_hub_url(repo_id, filename, revision=revision))
                 commit, etag = metadata.commit_hash, metadata.etag
@@ -179,7 +184,7 @@ def _download_once(
             f"{display_name}: the server is not a hub; check HF_ENDPOINT and the proxy",
             code="hub.wrong_answer",
         ) from None
-    except (OSError, RuntimeError) as error:  # of the disk, or of hf_xet
+    except (OSError, RuntimeError) as error:  # from the disk, or from hf_xet
         text = redact(str(error))
         if re.search("xet", f"{type(error)} {error}", re.IGNORECASE):
             raise HubError(

@@ -57,7 +57,7 @@ def write_artifacts(
 
     Args:
         folder: the folder of config.json and model.safetensors.
-        run: the run of the weights.
+        run: the run that trained the weights.
         results: the content of results.json so far.
         repository, adapter_repository: Hub ids (owner/name) in the code examples of the model's
             card and of the adapter's card; None if unknown.
@@ -122,7 +122,9 @@ def base_model_name(run: RunDir) -> str:
 def rewrite_artifacts(
     run: RunDir, *, repository: str | None = None, adapter_repository: str | None = None
 ) -> None:
-    """Rewrite the artifacts in a finished run's model/ folder: before a push, or after more seeds.
+    """Rewrite the artifacts in a finished run's model/ folder.
+
+    Call it before a push, or after the recipe was run with other seeds.
 
     Raises: CheckpointError if the run has no model or no results yet.
     """
@@ -146,7 +148,7 @@ def rewrite_artifacts(
 
 
 def publishable_recipe(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe without local folders, run.trackers and run.push_to."""
+    """Return a copy of a recipe without trackers, push settings and the folders of local paths."""
     data = recipe.data.model_copy(update={"source": _drop_folders(recipe.data.source)})
     model = recipe.model.model_copy(update={"name": _drop_folders(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
@@ -171,7 +173,10 @@ def _drop_folders(source: str) -> str:
 
 
 def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of results in which image names that are absolute paths have no folders."""
+    """Return a copy of results without the folders of images.
+
+    An image name that is an absolute path is shortened to the file name.
+    """
     published = dict(results)
     for split in ("val", "test"):
         metrics = results.get(split)

@@ -114,7 +114,7 @@ class CardContent:
 
     @property
     def model_name(self) -> str:
-        """The model's name."""
+        """The model's name: the repository's without its owner, else MODEL-DATASET."""
         if self.repository:
             return self.repository.partition("/")[2]
         start = re.sub(r"[^\w.-]+", "-", self.recipe.model.name.rpartition("/")[2])
@@ -171,7 +171,7 @@ def render_adapter_card(content: CardContent) -> str:
 
 
 def _adapter_usage_section(content: CardContent) -> list[str]:
-    """Code that loads the adapter onto its base model; with timm alone, if the run allows it."""
+    """Code that loads the adapter onto its base model, built by timm if possible."""
     model, classes = content.recipe.model, len(content.config.get("label_names") or [])
     from_timm = timm.is_model(model.name.partition(".")[0]) and not content.weights.get("posemb")
     changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
@@ -384,7 +384,7 @@ def _classes_section(content: CardContent) -> list[str]:
 
 
 def _temperature_note(results: Mapping[str, Any]) -> list[str]:
-    """The effect of temperature scaling on the test split, with a warning if it does harm."""
+    """The effect of temperature scaling on the test split; a warning if the loss gets worse."""
     test = results.get("test") or {}
     if not (scaled := test.get("calibrated")):
         return []

@@ -131,7 +131,7 @@ def _check_token_can_write(user: Mapping[str, Any], repository: str) -> None:
         is_denied = not any("repo.write" in scope["permissions"] for scope in covering)
     if is_denied:
         raise HubError(
-            f"{repository}: the token of {token_source()} may only read here; create one with "
+            f"{repository}: the token from {token_source()} may only read here; create one with "
             f"write permission for {owner} at {constants.ENDPOINT}/settings/tokens",
             code="hub.forbidden",
         )
@@ -154,7 +154,7 @@ def check_privacy(repository: str, *, want_private: bool, is_private: bool) -> N
     """Raise HubError for a private push to a public repository."""
     if want_private and not is_private:
         raise HubError(
-            f"{repository}: is public already, and a push does not make it private; omit "
+            f"{repository}: this repository is public, and a push does not make it private; omit "
             "--private, push to another name, or make it private in its settings",
             code="hub.public",
         )

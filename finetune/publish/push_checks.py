@@ -115,7 +115,7 @@ def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: P
     Raises: HubError.
     """
     contents = {
-        "the message": commit_message.encode(),
+        "the commit message": commit_message.encode(),
         **{name: _searchable_bytes(path) for name, path in files.items()},
     }
     home = Path.home()

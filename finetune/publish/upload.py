@@ -68,7 +68,12 @@ class UploadJob:
 
 
 class _Upload:
-    """One upload. `head` and `deleted` are set by its first try, which may have succeeded."""
+    """One upload, over all its tries; a try may have succeeded although its response was lost.
+
+    Attributes:
+        head: commit of the branch before the first try.
+        deleted: stale files that the latest commit deletes; that commit may have been lost.
+    """
 
     def __init__(self, job: UploadJob, report: Callable[[dict[str, Any]], None]) -> None:
         self.job = job
@@ -152,7 +157,7 @@ class _Upload:
                 self.api.preupload_lfs_files(
                     name, additions, revision=self.job.branch, free_memory=False
                 )
-        except (OSError, RuntimeError) as error:  # of hf_xet, or of the disk
+        except (OSError, RuntimeError) as error:  # from hf_xet, or from the disk
             text = f"sending the files failed ({redact(str(error))})"
             if constants.HF_HUB_DISABLE_XET:
                 raise HubError(f"{name}: {text}; try again", code="hub.upload") from None

@@ -142,8 +142,9 @@ def _copy_to_host(tensor: Tensor, *, is_copy: bool = False) -> Tensor:
     """Return a contiguous host tensor that shares no memory with the training state.
 
     Args:
-        is_copy: True if `tensor` is already a copy made from the device. A tensor of one element is
-            cloned anyway, because optimizers may keep their step counters on the host.
+        is_copy: True if `tensor` was copied from the device, so that no second copy is needed. Only
+            one-element tensors are still cloned, because optimizers may keep their step counters on
+            the host.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -222,7 +223,7 @@ def _read_tensors_or_json(path: Path) -> dict[str, Any]:
 
 def load_full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load unsharded weights, with the names of the unwrapped network; `model` may be sharded."""
-    # pass a copy, because torch replaces the values of the dict by shards
+    # pass a copy, because torch replaces the values of the dict with shards
     set_model_state_dict(model, cast(Any, dict(weights)), options=_FULL_STATE)
 
 

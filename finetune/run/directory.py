@@ -104,7 +104,7 @@ class RunDir:
             self._lock.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def _create_folder(self, lock_path: Path) -> None:
-        """Create the folder; check an existing one. Raises: same as `open`."""
+        """Create the folder, or check the existing one. Raises: same as `open`."""
         try:
             if self.path.is_dir():
                 check_no_symlinks(self.path)
@@ -240,7 +240,7 @@ class RunDir:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def publish_model(self, write_files: Callable[[Path], None], *, num_bytes: int) -> None:
-        """Replace the whole `model/` by the files that `write_files` writes.
+        """Replace the whole folder `model/` with the files that `write_files` writes.
 
         Args: same as for `save_checkpoint`.
         """

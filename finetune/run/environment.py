@@ -57,7 +57,7 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
     """Return name and version of those packages that are installed."""
     versions = {}
     for package in packages:
-        with contextlib.suppress(PackageNotFoundError):  # finetune in a checkout
+        with contextlib.suppress(PackageNotFoundError):  # not installed
             versions[package] = __version__ if package == "finetune" else version(package)
     return versions
 

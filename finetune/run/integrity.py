@@ -75,9 +75,9 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file that `json.dumps` could have written.
+    """Read a JSON file with finite numbers and at most 50 levels of nesting.
 
-    Raises: OSError if it cannot be read; ValueError if it is not such a file.
+    Raises: OSError if it cannot be read; ValueError if it is too large, or not such a file.
     """
     text = read_regular_file(path, max_bytes=max_bytes).decode()
     try:
@@ -91,7 +91,7 @@ def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def _parse_finite(text: str) -> float:
-    """Parse a number. Raises: ValueError for NaN, Infinity and 1e999, which are not valid JSON."""
+    """Parse a number. Raises: ValueError if it is not finite: NaN, Infinity or 1e999."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a JSON number")
     return number
@@ -160,7 +160,7 @@ def check_is_run_folder(folder: Path) -> None:
             expected |= _FILES_BEFORE_RECORD
             expected |= (
                 {"run.json"} if record_state == "damaged" else set()
-            )  # it is never overwritten
+            )  # a damaged run.json is never overwritten
         expected |= {"stages"} if (folder / "stages" / "1" / "run.json").is_file() else set()
         unknown = [n for n in names if n not in expected and not _TEMPORARY_NAME.fullmatch(n)]
         unknown += [
@@ -207,7 +207,8 @@ def _is_our_lock(path: Path, *, has_checkpoints_folder: bool) -> bool:
     """True if `RunDir.open` wrote this lock file; it is empty if `open` was killed.
 
     Args:
-        path: the lock file. This process must not hold its lock, which closing the file releases.
+        path: the lock file. This process must not hold the lock, because this function closes the
+            file, and that would release it.
         has_checkpoints_folder: True if `checkpoints` exists, which `open` creates before the lock.
     """
     if path.is_symlink():

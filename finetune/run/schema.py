@@ -73,7 +73,7 @@ class RunRecord(TypedDict, total=False):
     weights_sha256: str | None  # sha256 of the weights file that training started from
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded
-    # size and machine, only with `data.micro_batch: auto`; a size that does not fit is ignored
+    # size and machine, only with `data.micro_batch: auto`; a malformed entry is ignored when read
     micro_batch: Annotated[dict[str, Any], SkipValidation]
     pushed: dict[str, Any]  # result of `push`
 
@@ -118,7 +118,8 @@ def check_json_types(path: Path, content: Any) -> dict[str, Any]:
     """Check the types of the values in run.json or results.json.
 
     Args:
-        path: the file, whose name selects the expected types; other files need to be an object.
+        path: the file, whose name selects the expected types; any other file must only contain a
+            JSON object.
         content: the parsed JSON.
     Returns: the content.
     Raises: CheckpointError naming the first key whose value has the wrong type.

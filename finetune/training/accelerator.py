@@ -158,7 +158,7 @@ def _check_num_processes(processes: PartialState, requested: int | None) -> None
 def _check_num_gpus() -> None:
     """Raise SetupError if this host runs more processes than it has GPUs."""
     started, gpus = local_world_size(1), torch.accelerator.device_count()
-    # Only ranks without a GPU of their own fail: LOCAL_RANK may be set by hand.
+    # LOCAL_RANK may be set by hand, so a rank fails only if there is no GPU with that index.
     if started > gpus and int(os.environ.get("LOCAL_RANK", 0)) >= gpus:
         raise SetupError(
             f"{started} processes were started here, and this host has {gpus} "
@@ -199,6 +199,6 @@ def destroy_process_group() -> None:
 
 
 def create_run_accelerator(recipe: Recipe | None) -> Accelerator:
-    """Create the accelerator with the precision and threads of a run's recipe."""
+    """Create the accelerator with the precision and threads of a recipe; None for the defaults."""
     settings = {} if recipe is None else recipe.run.model_dump(include={"precision", "threads"})
     return create_accelerator(RunSection(**settings))

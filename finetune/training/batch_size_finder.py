@@ -48,7 +48,8 @@ def resolve_micro_batch_size(trainer: TrainerState, loader: AnyLoader) -> None:
     Args:
         trainer: the training state before its first step, or after `load_checkpoint`; the training
             images are on the device already.
-        loader: loader of the training split; if it yields cached features, nothing is searched.
+        loader: loader of the training split; if it yields cached features, the micro-batch size
+            is left unset.
     Raises: SetupError or RecipeError, as `find_micro_batch_size` does.
     """
     if trainer.recipe.data.micro_batch != "auto" or not isinstance(loader, ImageLoader):
@@ -86,7 +87,7 @@ def find_micro_batch_size(trainer: TrainerState) -> int:
         micro_batches = sampler.micro_batches(
             0, rank=rank, world_size=world_size, micro_batch_size=size
         )
-        # a micro-batch can have an image more than its size, if the shares of the ranks are uneven
+        # if the shares of the ranks are uneven, a micro-batch can have one image more than `size`
         fits = micro_batch_fits(trainer, max(len(indices) for _, indices in micro_batches))
         everywhere = accelerator.gather(torch.tensor([int(fits)], device=accelerator.device))
         if torch.as_tensor(everywhere).min():
@@ -141,9 +142,9 @@ def _fits(trainer: TrainerState, num_images: int) -> bool:
 
 
 def _fits_by_estimate(trainer: TrainerState, num_images: int) -> bool:
-    """True if the estimated memory of a micro-batch fits into this rank's share of the host's.
+    """True if a micro-batch is estimated to fit into this rank's share of the host memory.
 
-    The memory of a small micro-batch is measured; it grows in proportion to the images.
+    The activation memory of a few images is measured, and scaled to the number of images.
     """
     few = min(num_images, _NUM_MEASURED_IMAGES)
     _forward_backward(trainer, few)  # allocates the gradients, which stay allocated
@@ -164,7 +165,7 @@ def _forward_backward(trainer: TrainerState, num_images: int) -> None:
 
 
 def _black_batch(trainer: TrainerState, num_images: int) -> Batch:
-    """Return a batch of black images of the first class, as large as those of training."""
+    """Return a batch of black images in the training image size, labeled as the first class."""
     setup, device = trainer.setup, trainer.accelerator.device
     size, dtype = setup.preprocessing.image_size, autocast_dtype(trainer.accelerator)
     images_BCHW = torch.zeros(num_images, 3, *size, dtype=dtype, device=device)
@@ -179,15 +180,20 @@ def _black_batch(trainer: TrainerState, num_images: int) -> Batch:
 
 
 def _later_bytes(trainer: TrainerState) -> int:
-    """Return the bytes of the optimizer's state: two values per weight, if it is still missing."""
+    """Return the bytes that the optimizer's state will add; 0 if the optimizer has it already.
+
+    Two values per trainable weight are assumed.
+    """
     if trainer.optimizer.optimizer.state:
         return 0
     return 2 * sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
 
 
 def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module) -> str:
-    """Return the message for a rank's share of the batch that does not fit at once."""
-    message = f"data.micro_batch=auto: {micro_batch_size} of {share} images per process fit"
+    """Return the log message if a rank's share of the batch does not fit as one micro-batch."""
+    message = (
+        f"data.micro_batch=auto: {micro_batch_size} of {share} images per process fit into memory"
+    )
     norms = (module for module in network.modules() if hasattr(module, "running_mean"))
     if any(norm.running_mean is not None for norm in norms):
         message += (
@@ -201,7 +207,7 @@ def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module
 
 
 def read_micro_batch_size(run: RunDir) -> int | None:
-    """Return the recorded micro-batch size; None if none is recorded or the machine differs."""
+    """Return the recorded micro-batch size; None without one, or if another machine found it."""
     record = read_record(run)
     match record.get("micro_batch"):
         case {"images": int(images), "on": on} if images > 0 and on == _recorded_machine(record):
@@ -219,6 +225,6 @@ def record_micro_batch_size(run: RunDir, micro_batch_size: int) -> None:
 
 
 def _recorded_machine(record: RunRecord) -> dict[str, Any]:
-    """Return the machine recorded in run.json, which exists before the size is found."""
+    """Return the device and the number of processes that run.json records at the start."""
     device = record.get("device", {}).get("name")
     return {"device": device, "processes": record.get("num_processes")}

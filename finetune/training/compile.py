@@ -44,7 +44,8 @@ def choose_kernels(
 
     Args:
         network: float32 network, before it is copied for the EMA or wrapped.
-        sharded: True with FSDP, which gathers a layer's weights only when that layer is called.
+        sharded: True with FSDP, which gathers a layer's weights only when that layer is called;
+            then only the attention kernel is chosen.
     """
     if not sharded:
         limit_last_block_to_class_token(network)

@@ -1,4 +1,4 @@
-"""Read numbers from a GPU without a wait: each number arrives one step later."""
+"""Read numbers from a GPU without waiting for them: each number arrives one step later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DelayedScalars:
         self._pending = collections.deque()
 
     def send(self, value: Tensor) -> None:
-        """Start to copy a tensor of one number to the host."""
+        """Start to copy a one-element tensor to the host."""
         value = value.detach().reshape(())
         if not self._on_gpu:
             self._pending.append((value.clone(), None))

@@ -51,8 +51,8 @@ def distillation_loss(
     """Return the distillation loss, summed over the images of a batch.
 
     Args:
-        student_BN: the student's float32 logits, or its float32 features, projected to the width of
-            the teacher's.
+        student_BN: the student's float32 logits, or its float32 features after the projection to
+            the width of the teacher's features.
         teacher_BN: the teacher's float32 logits or features.
         kind: "logits": Kullback-Leibler divergence of the softened probabilities, times the
             temperature squared; "features": 1 - cosine similarity, which is half the squared
@@ -76,7 +76,7 @@ class Teacher(nn.Module):
 
     Args:
         built: the teacher with its own head.
-        student_preprocessing: the student's preprocessing, which the input images have.
+        student_preprocessing: the student's preprocessing, already applied to the input images.
         kind: "logits" or "features".
         class_order: the teacher's index of each class of the data; None if the order is the same.
     """
@@ -126,10 +126,11 @@ class Teacher(nn.Module):
 
 
 class Distillation:
-    """The teacher of a run and its part of the loss; each rank has its own copy.
+    """Runs a teacher and computes the distillation loss; each rank has its own copy.
 
     Create it before the network is copied or wrapped. With kind "features", it adds a projection
-    layer to the network, which is trained, averaged and saved in checkpoints like any other layer.
+    layer to the network; that layer is trained, averaged by the EMA and saved in checkpoints like
+    any other.
 
     Args:
         section: the recipe's `distill` section.
@@ -187,9 +188,11 @@ class Distillation:
         }
 
     def _add_projection(self, network: nn.Module, images_BCHW: Tensor) -> None:
-        """Add the layer that maps the network's features to the teacher's, and capture its input.
+        """Add the projection layer, and a hook that captures the student's features.
 
-        Raises: RecipeError if the network does not have a single linear classifier.
+        The features are the input of the classifier.
+
+        Raises: RecipeError if the network does not have exactly one linear classifier.
         """
         names = linear_classifier_names(network)
         with torch.no_grad():
@@ -221,7 +224,7 @@ class Distillation:
         Does nothing if the training transforms are random. Every rank must call it. The teacher is
         released afterwards.
 
-        Raises: DataError naming every image that cannot be read.
+        Raises: DataError naming every unreadable image, if `data.unreadable` is "stop".
         """
         if not self.caches_outputs or self._teacher is None:
             return
@@ -266,7 +269,7 @@ class Distillation:
         return (1 - section.weight) * loss_sum + section.weight * teacher_sum, teacher_sum
 
     def _run_teacher(self, images_BCHW: Tensor) -> Tensor:
-        assert self._teacher is not None, "its outputs are not cached"
+        assert self._teacher is not None, "the teacher is released once its outputs are cached"
         with torch.no_grad(), self._accelerator.autocast():
             outputs_BN: Tensor = self._teacher(images_BCHW)
         return outputs_BN
@@ -284,12 +287,13 @@ def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> 
     """Return the teacher's index of each class of the data.
 
     Returns: the indices; None if the order is the same, or the teacher has no class names.
-    Raises: WeightsError if the teacher has other classes, or is a multi-label model.
+    Raises: WeightsError if the teacher's classes differ from those of the data, or if it is a
+        multi-label model.
     """
     if built.multilabel:
         raise WeightsError(
-            f"distill.teacher: {name} is a multi-label model; name a single-label teacher, or set "
-            "distill.kind=features",
+            f"distill.teacher: {name} is a multi-label model; choose a single-label teacher, or "
+            "set distill.kind=features",
             code="weights.wrong_classes",
         )
     teacher_names, own = built.class_names, list(class_names)
@@ -305,14 +309,18 @@ def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> 
     unmatched = sorted(set(teacher_names or ()) ^ set(own))
     example = f"; only one side has '{unmatched[0]}'" if teacher_names and unmatched else ""
     raise WeightsError(
-        f"distill.teacher: {name} has other classes ({number:,}) than the data ({len(own):,})"
-        f"{example}; name a teacher with the same classes, or set distill.kind=features",
+        f"distill.teacher: the classes of {name} ({number:,}) differ from those of the data "
+        f"({len(own):,}){example}; choose a teacher with the same classes, or set "
+        "distill.kind=features",
         code="weights.wrong_classes",
     )
 
 
 def _recorded_accuracy(name: str) -> dict[str, Any]:
-    """Read the teacher's split, top1 and examples from results.json; empty if it has none."""
+    """Read the teacher's test accuracy, else its validation accuracy, from its results.json.
+
+    Returns: a dict with keys "split", "top1" and "examples"; empty if no accuracy is recorded.
+    """
     folder = (
         locate_weights(name)
         if Path(name.removeprefix("local-dir:")).expanduser().is_dir()

@@ -14,11 +14,11 @@ class Counters:
 
     Attributes:
         step: optimizer steps done, including skipped ones.
-        best: the best value of `run.best` so far; None before the first evaluation.
+        best: the best value so far of the metric `run.best`; None before the first evaluation.
         best_step: the last step that reached `best`; None before the first evaluation.
         stale: evaluations since `best` last improved, for early stopping.
         skipped: steps skipped because the gradient was not finite.
-        skipped_in_row: how many of the latest steps were skipped, without a step in between.
+        skipped_in_row: number of skipped steps since the last step that was not skipped.
         seconds: training time so far.
         pending: sums of `TrainMeter` since the last log line.
         scaler: state of the fp16 loss scaler; None in another precision.

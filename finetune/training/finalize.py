@@ -67,8 +67,8 @@ def finalize_run(
             fitted; None without a validation split.
         best_validation: a validation during training; reused if its step is the best.
     Returns: the content of results.json.
-    Raises: DataError if a test image cannot be read, after model/ is written. DivergedError if the
-        loss has diverged, after everything is written.
+    Raises: DataError if a test image cannot be read and `data.unreadable` is "stop", after model/
+        is written; DivergedError if the loss has diverged, after everything is written.
     """
     setup, run, accelerator = trainer.setup, trainer.run, trainer.accelerator
     batch_size = trainer.recipe.data.eval_batch_size
@@ -99,7 +99,7 @@ def finalize_run(
     # Evaluate the test split, once.
     test = splits.get("test")
     if test is not None:
-        # A copy without the cached fingerprint: test images may have been fixed since the start.
+        # Copy the split without its cached fingerprint: a user may have repaired images meanwhile.
         test_loader = trainer.build_loader(dataclasses.replace(test), train=False)
         evaluator = Evaluator(
             test_loader,
@@ -134,8 +134,8 @@ def finalize_run(
 def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:
     """True if a validation result during training can be reused for the published weights.
 
-    False with an adapter, because merging it rounds the weights, and if the validation logits are
-    too many to keep in memory.
+    False in two cases: the network has an adapter, because merging an adapter rounds the weights;
+    or the validation logits are too many to keep in memory.
     """
     if trainer.recipe.model.adapter is not None:
         return False
@@ -148,8 +148,9 @@ def build_val_evaluator(
     """Build the evaluator of the validation split.
 
     Args:
-        is_final: True to also fit the temperature or the thresholds and, if the data has no test
-            split, to collect the images with the highest losses; both are part of results.json.
+        is_final: True if the result may go into results.json. It then also has the fitted
+            temperature or thresholds and, if the data has no test split, the images with the
+            highest losses.
     """
     has_test = "test" in trainer.setup.source.splits
     num_mistakes = NUM_MISTAKES if is_final and not has_test else 0

@@ -57,8 +57,7 @@ class FrozenBackbone:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: those of `TrainingSetup.build_loader`.
-        Raises: DataError naming every image that cannot be read.
+        Args, Raises: same as for `TrainingSetup.build_loader`.
         """
         setup = self._setup
         if not self.uses_cached_features:
@@ -66,7 +65,7 @@ class FrozenBackbone:
                 logger.info(f"model.freeze: features are not cached: {self._why_not_cached}")
             return setup.build_loader(split, train=train, dtype=dtype)
         pipeline = setup.train_pipeline if train else setup.eval_pipeline
-        # `feature_identity` excludes the classifier, so training does not change it.
+        # Compute the identity once: it excludes the classifier, so training does not change it.
         if self._identity is None and self._accelerator.is_main_process:
             built = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
             self._identity = feature_identity(built, setup.eval_pipeline.transform_spec)

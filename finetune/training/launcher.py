@@ -20,12 +20,13 @@ _LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 
 
 def requested_num_processes() -> int | None:
-    """Read the requested number of processes from the launcher's command line.
+    """Read the requested number of processes from the command line of `accelerate launch`.
 
     It can differ from the real number: `accelerate launch --cpu --num_processes 2` silently starts
     one process.
 
-    Returns: the number, or None if the parent is not a launcher or names no number.
+    Returns: the number; None if the parent process is not `accelerate launch`, or if neither its
+        command line nor its configuration file gives a number.
     """
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")

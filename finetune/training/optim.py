@@ -111,7 +111,8 @@ def build_optimizer(
         betas: betas of optimizers that have them; None for the optimizer's default.
         weight_decay: weight decay of the decayed parameters; the others get 0.
         decay: which parameters are decayed: "matrices" or "all"; see `param_groups`.
-        layer_decay: learning-rate factor per layer below the head; None for no difference.
+        layer_decay: learning-rate factor per layer below the head; None for the same learning rate
+            in all layers.
         args: further arguments of the optimizer class.
         sharded: True if FSDP will shard the network.
     Raises: RecipeError for an unknown name or argument, or a value that the optimizer rejects;

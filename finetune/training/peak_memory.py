@@ -34,7 +34,7 @@ def measure_peak_memory(device: torch.device) -> Iterator[PeakMemory]:
     """Measure the memory of the block; `peak_bytes` is set at its end.
 
     On a GPU, torch counts the bytes of tensors. Elsewhere, a thread reads the memory of the process
-    every few milliseconds; memory that is free but not returned to the system is returned first.
+    every few milliseconds; before the block starts, freed memory is returned to the system.
     """
     gc.collect()
     if device.type == "cuda":

@@ -4,8 +4,9 @@ No process outlives its launcher, and no rank waits forever for another: a rank 
 its error to a shared store, and the others read it when their connection breaks.
 
 torch's `@record` does not replace this. It writes a rank's error to a file for the launcher's
-report; the other ranks still end with an error of gloo or NCCL about a lost connection, which is
-printed next to the cause, and rank 0 writes that error to run.json. srun has no such report.
+report; the other ranks still end with an error of gloo or NCCL about a lost connection. That error
+would be printed next to the cause, and rank 0 would record it in run.json instead of the cause.
+srun prints no such report.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class RankErrors:
 
     Args:
         rank, world_size: index of this process and number of processes.
-        launch_id: number that is the same on every rank; other launches may share the store.
-        timeout_seconds: timeout of collectives, for the message.
+        launch_id: number of this launch, the same on every rank; other launches may share the
+            store.
+        timeout_seconds: timeout of collectives and of the store, shown in messages.
         launcher: launcher of this process; once it has ended, the store is not used.
     """
 
@@ -75,7 +77,11 @@ class RankErrors:
 
     @contextlib.contextmanager
     def report_cause(self) -> Iterator[None]:
-        """Report the block's error to other ranks, or raise theirs after a lost connection."""
+        """Report an error of the block to the other ranks.
+
+        Raises: the error of the block; if that is only a lost connection, the error of the rank
+            that failed first.
+        """
         try:
             yield
         except BaseException as error:
@@ -86,7 +92,7 @@ class RankErrors:
 
     @contextlib.contextmanager
     def end_rank_0_first(self) -> Iterator[None]:
-        """Let rank 0 end first if all ranks fail with the same error, so that it can print it.
+        """If all ranks fail with the same error, let rank 0 print it and end first.
 
         The launcher kills the other ranks as soon as one ends. Errors are shared in the same way as
         by `report_cause`.
@@ -113,7 +119,7 @@ class RankErrors:
         return self._known_cause
 
     def _publish_error(self, error: BaseException) -> None:
-        """Write an error to the store; later ranks with the same error do not print it again."""
+        """Write an error to the store; ranks that fail later do not print the same error."""
         public_error = (
             error if isinstance(error, FinetuneError) else FinetuneError(type(error).__name__)
         )
@@ -139,7 +145,10 @@ class RankErrors:
         return first
 
     def _cause_of_lost_connection(self, lost: BaseException) -> FinetuneError:
-        """Return the error behind a lost connection: another rank's error, or its silence."""
+        """Return the error behind a lost connection.
+
+        That is the error of another rank, or an error that names the ranks that do not answer.
+        """
         self._call_store(lambda store: store.set(f"{self._prefix}/lost/{self.rank}", "1"))
         others = [rank for rank in range(self.world_size) if rank != self.rank]
 
@@ -185,7 +194,7 @@ class RankErrors:
             time.sleep(0.1)
 
     def _call_store(self, request: Callable[[torch.distributed.TCPStore], Any]) -> Any:
-        """Send a request to the store. Returns: None if it does not answer."""
+        """Send a request to the store. Returns: its answer; None if the store does not answer."""
         answers: list[Any] = []
         store = self._store
         if store is None or (self._launcher is not None and self._launcher.has_ended):
@@ -212,7 +221,7 @@ def error_from_rank(message: str, exit_code: int, code: str) -> FinetuneError:
 
 
 def _ends_every_rank(error: BaseException) -> bool:
-    """True if every rank ends with this error, or this rank ends because of another one."""
+    """True if every rank ends with this error, or if another rank failed and prints it."""
     is_shared = isinstance(error, (Interrupted, DivergedError, RecipeError))
     return is_shared or getattr(error, "printed_by_other_rank", False)
 

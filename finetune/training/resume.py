@@ -40,7 +40,9 @@ def start_or_resume(
     resume: bool,
     teacher: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Start the run's record, or check that the recorded run is the same run.
+    """Prepare a new run, or check that the recorded run can continue with this recipe and data.
+
+    Unless the run is already done, write recipe.yaml and run.json.
 
     Args:
         run: the run directory, opened by this process.
@@ -88,7 +90,7 @@ def start_or_resume(
                 f"{run.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
                 f"the learning rates up to step {start_step} are the same"
             )
-    # Remove checkpoints after `start_step`: they are damaged, but count as the newest by step.
+    # Remove checkpoints after `start_step`: they are damaged, but would count as the newest.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
     run.drop_metrics_after(start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
@@ -130,7 +132,10 @@ def _check_same_run(
     precision: str,
     fingerprints: dict[str, str],
 ) -> None:
-    """Raise an error that shows the difference if recipe, precision, weights or data differ."""
+    """Check that recipe, precision, weights and data are those of the recorded run.
+
+    Raises: RecipeError or DataError that names the difference.
+    """
     old = training_keys(load_recipe(run.path / "recipe.yaml"))
     new = training_keys(setup.recipe)
     differences = {
@@ -139,7 +144,7 @@ def _check_same_run(
         for key in old[section] | new[section]
         if old[section].get(key) != new[section].get(key)
     }
-    # The test split is excluded: its images may be fixed until it is evaluated.
+    # The test split is excluded: users may repair its images until it is evaluated.
     recorded = record.get("split_fingerprints", {})
     changed_splits = [
         name for name in _TRAINING_FINGERPRINTS if recorded.get(name) != fingerprints.get(name)
@@ -181,7 +186,7 @@ def _check_same_run(
 def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
     """True if old and new run length give the same learning rates up to the last checkpoint.
 
-    That is the case with a constant learning rate, and during the warm-up.
+    This is the case with a constant learning rate, and during the warm-up.
     """
     recorded_num_steps = _recorded_num_steps(record, setup)
     steps_done = max(run.checkpoint_steps(), default=0)

@@ -41,8 +41,8 @@ def check_setup(setup: TrainingSetup) -> list[str]:
 def _check_ignored_keys(recipe: Recipe) -> list[str]:
     """Warn about `optim` keys that have no effect.
 
-    They do not raise an error: otherwise `optim.schedule=constant` would also need every key unset
-    that it disables.
+    This is not an error, so that a user who sets `optim.schedule=constant` can keep the keys that
+    it disables.
     """
     optim, default = recipe.optim, OptimSection.model_fields
     has_momentum = get_optimizer_info(optim.name).has_momentum
@@ -144,8 +144,8 @@ def check_results(
         not train_losses or train_losses[-1] > chance_loss
     ):
         warnings.append(
-            f"the final loss, {_format_loss(final_loss)}, is far above the {chance_loss:.2f} of "
-            f"guessing: training has diverged; {advice}"
+            f"the final loss, {_format_loss(final_loss)}, is far above that of random guessing, "
+            f"{chance_loss:.2f}: training has diverged; {advice}"
         )
     elif results["steps"] >= MIN_USEFUL_STEPS and (
         evidence := _describe_chance_level(results, setup.num_classes)
@@ -171,10 +171,10 @@ def raise_if_diverged(run: RunDir, setup: TrainingSetup, results: dict[str, Any]
         not train_losses or train_losses[-1] > chance_loss
     ):
         raise DivergedError(
-            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, and "
-            f"that of guessing is {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) or set "
-            f"optim.clip_norm, and choose another --out. The weights of step "
-            f"{results['best_step']}, the results and all checkpoints are kept here.",
+            f"{run.path}: training has diverged: the final loss is {_format_loss(final_loss)}, "
+            f"while random guessing gives {chance_loss:.2f}; lower optim.lr (it is {optim.lr:g}) "
+            f"or set optim.clip_norm, and choose another --out. This run directory keeps the "
+            f"weights of step {results['best_step']}, the results and all checkpoints.",
             code="diverged.loss",
         )
 
@@ -194,7 +194,8 @@ def _final_loss(
 ) -> float:
     """Return the last validation loss, or else the test loss, or else the last training loss.
 
-    The training loss counts as 0 if class weights or a teacher change its scale.
+    Without a validation or test loss, returns 0 if class weights or a teacher change the scale of
+    the training loss.
     """
     if val_losses := _logged_losses(history, "val"):
         return val_losses[-1]

@@ -147,7 +147,7 @@ class TrainingSetup:
         return self.recipe.data.task == "multilabel"
 
     def build_loss(self) -> AnyLoss:
-        """Build the training loss. Raises: RecipeError for weights of unknown classes."""
+        """Build the training loss. Raises: RecipeError for class weights of unknown classes."""
         return build_loss(
             self.recipe.optim,
             self.epoch_class_counts,
@@ -224,7 +224,7 @@ class TrainingSetup:
             split: a split of the source.
             train: True for the training transforms; False for the evaluation transforms.
             dtype: dtype of the training images; evaluation uses float32.
-        Raises: DataError naming every image that cannot be read.
+        Raises: DataError naming every unreadable image, if `data.unreadable` is "stop".
         """
         data = self.recipe.data
         store = build_pixel_store(
@@ -250,7 +250,8 @@ class TrainingSetup:
         """Decode every image of all splits once, without keeping them; streamed images are skipped.
 
         Returns: the number of readable training images.
-        Raises: DataError naming the unreadable images of every split.
+        Raises: DataError naming the unreadable images of every split, if `data.unreadable` is
+            "stop".
         """
         data, problems, num_samples = self.recipe.data, [], self.num_samples
         if self.source.splits["train"].is_streamed:
@@ -394,7 +395,7 @@ def build_setup(
 
 @contextlib.contextmanager
 def _prefix_recipe_errors(key: str) -> Iterator[None]:
-    """Name `data.train` or `data.eval` in the errors of its transforms."""
+    """Begin the block's RecipeErrors with the recipe key, `data.train` or `data.eval`."""
     try:
         yield
     except RecipeError as error:

@@ -35,8 +35,9 @@ class StopSignals:
 
     Args:
         launcher: launcher of this process; None without one. Its end counts as a first SIGTERM, but
-            never as the second signal. Slurm and terminals send a signal to the launcher as well,
-            which passes it on: that copy does not count as the second signal either.
+            never as the second signal. Slurm and terminals also send each signal to the launcher,
+            and the launcher passes it on to this process: that copy does not count as the second
+            signal either.
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
@@ -44,7 +45,8 @@ class StopSignals:
         self._launcher = launcher
         self._may_be_passed_on = launcher is not None
         self._message: str | None = None  # error message; None while signals are deferred
-        self._has_raised = False  # for a signal; a later error in the block may be a result
+        # True once a signal was raised in the block; it may cause a later error in the block
+        self._has_raised = False
         self._previous_handlers: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -55,7 +57,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def raise_immediately(self, message: str) -> Iterator[None]:
-        """Let a signal interrupt the block immediately; for code after which nothing needs saving.
+        """Let a signal interrupt the block immediately; for code that may be left at any point.
 
         Blocks can be nested, also with `deferred`.
 
@@ -73,7 +75,7 @@ class StopSignals:
         except _SignalReceived as error:
             raise error.as_interrupted() from None
         except Exception as error:
-            # Do not replace an error without a signal, or after a deferred one.
+            # Keep the error if there was no signal, or only a deferred one.
             if self._has_raised and not isinstance(error, Interrupted):
                 raise Interrupted(message, self.received) from error
             raise

@@ -55,7 +55,7 @@ from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
 
-LOCK_TIMEOUT_SECONDS = 30.0  # when restarted, the previous rank 0 may take this long to end
+LOCK_TIMEOUT_SECONDS = 30.0  # after a restart, the previous rank 0 may take this long to end
 
 
 def train(
@@ -68,14 +68,15 @@ def train(
 ) -> dict[str, Any]:
     """Fine-tune a model as described by a recipe.
 
-    With `optim.stages`, the stages before the last are runs of their own, each in a folder below
-    `out`; a stage starts from the best weights of the previous one.
+    Each stage in `optim.stages` is trained first, as a run of its own in a folder below `out`. The
+    first stage starts from the pretrained weights; each later stage, and the run itself, starts
+    from the best weights of the stage before it.
 
     Args:
         recipe: a validated recipe, from `load_recipe`.
         out: path of the run directory.
-        resume: True to continue from the newest intact checkpoint in `out`, or from step 0 without
-            one; False to refuse a directory that contains a run.
+        resume: True to continue from the newest intact checkpoint in `out`, or from step 0 if `out`
+            has no checkpoint; False to refuse a directory that contains a run.
         dry_run: True to check everything, but train and write nothing.
         keep_process_group: True to keep the process group for another run; destroy it later with
             `destroy_process_group`.
@@ -121,7 +122,7 @@ def _train(
 
     Args:
         init_from: run directory of the previous stage, whose weights replace the pretrained ones;
-            None without one.
+            None without a previous stage.
 
     The other arguments, the result and the errors are those of `train`.
     """
@@ -143,7 +144,7 @@ def _train(
     ):
         # Build and check everything before any image is decoded.
         trainer = _build_trainer(recipe, accelerator, run, init_from=init_from)
-        recipe = trainer.recipe  # with nulls resolved
+        recipe = trainer.recipe  # with model.head_init resolved
         run_on_main(accelerator, lambda: _check_push_rights(recipe))
         if dry_run:
             return _dry_run(trainer)
@@ -251,8 +252,8 @@ def _train_loop(
 ) -> BestValidation | None:
     """Run the remaining steps.
 
-    Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or was
-        before a resume.
+    Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or took
+        place before a resume.
     Raises: Interrupted after a signal; the last step is saved by then.
     """
     setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters
@@ -325,8 +326,8 @@ def _save_if_unreadable(
 ) -> Iterator[Batch]:
     """Yield the micro-batches of a step; if one cannot be read, save a checkpoint before raising.
 
-    A signal interrupts the wait for a micro-batch. With several processes, nothing is saved: the
-    other ranks may have all their micro-batches.
+    A signal interrupts the wait for a micro-batch. With several processes, nothing is saved: every
+    rank would have to take part, and the other ranks may have read all their images.
     """
     if trainer.accelerator.num_processes > 1:
         yield from micro_batches

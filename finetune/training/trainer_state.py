@@ -106,7 +106,7 @@ class TrainerState:
 
         Afterwards, `setup` counts only the readable training images.
 
-        Raises: DataError naming every image that cannot be read.
+        Raises: DataError naming every unreadable image, if `data.unreadable` is "stop".
         """
         split = self.setup.source.splits["train"]
         loader = self.build_loader(split, train=True, dtype=autocast_dtype(self.accelerator))
@@ -119,8 +119,7 @@ class TrainerState:
     ) -> AnyLoader:
         """Build the loader of a split; every rank must call it.
 
-        Args: those of `TrainingSetup.build_loader`.
-        Raises: DataError naming every image that cannot be read.
+        Args, Raises: same as for `TrainingSetup.build_loader`.
         """
         if train and self.distillation is not None:
             self.distillation.cache_outputs(split)
@@ -133,7 +132,8 @@ class TrainerState:
         if self.is_main_process and self.counters.pending:
             meter.restore_sums(self.counters.pending)
         if self.recipe.model.sync_bn and self.accelerator.num_processes > 1:
-            # Not earlier: until now each rank has run or copied the network on its own.
+            # Not earlier: so far, each rank has run the network alone, and synced layers would have
+            # waited for the other ranks.
             convert_to_sync_batch_norm(self.accelerator.unwrap_model(self.model))
         set_train_mode(self.model)
 
@@ -194,8 +194,8 @@ class TrainerState:
 
         Args:
             batch: images and labels on the device.
-            model: the network without its DDP wrapper, to use it on this rank alone; None for the
-                network of training.
+            model: the network without its DDP wrapper, to run it on this rank alone; None for
+                `self.model`.
         Returns: the loss summed over the batch, the logits (B, K) in float32 and, with
             distillation, the summed distillation loss.
         Raises: RecipeError if batch norm gets a single value per channel.
@@ -247,7 +247,8 @@ class TrainerState:
     def _optimizer_step(self, finite: Tensor) -> None:
         """Update the weights, or skip the step if the gradient is not finite."""
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
-        # The first step creates the moments; torch's fused SGD would leave them uninitialized.
+        # The first step creates the moments: if torch's fused SGD skipped it, they would be
+        # uninitialized.
         if self._has_stepped and scaler is None and supports_found_inf(optimizer):
             # on the device, without a sync
             optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
@@ -256,7 +257,7 @@ class TrainerState:
             self.optimizer.step()  # a scaler checks for infinities itself
             self._has_stepped = True
         elif scaler is not None:
-            scaler.update()  # as scaler.step would have done
+            scaler.update()  # `self.optimizer.step` would have done it
 
     def _count_skipped_steps(self, finite: Iterable[float]) -> None:
         """Count skipped steps.
@@ -377,7 +378,10 @@ class TrainerState:
         return {n: p.detach() for n, p in network.named_parameters() if not p.requires_grad}
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint; the optimizer has no state before the first step."""
+        """Return the bytes of a checkpoint of the current state.
+
+        Before the first step, the optimizer has no state, so its bytes are missing.
+        """
         return self._capture_snapshot().num_bytes()
 
     def wait_for_checkpoint(self) -> None:
@@ -418,7 +422,8 @@ class TrainerState:
     def load_best_weights(self) -> tuple[int, dict[str, Tensor]]:
         """Load the best weights into `eval_model`, and merge an adapter.
 
-        Returns: the step of the best checkpoint, and its weights, named as without an adapter.
+        Returns: the step of the best checkpoint, and its weights, with the names that they have in
+            the network without an adapter.
         Raises: CheckpointError if no checkpoint is intact.
         """
         self.wait_for_checkpoint()

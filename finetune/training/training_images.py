@@ -62,7 +62,10 @@ class AugmentedImage:
 
 
 def pick_one_per_class(split: Split, max_images: int) -> list[int]:
-    """Return the first image of each class, or of `max_images` evenly spaced classes."""
+    """Return the index of the first image of each class.
+
+    With more than `max_images` classes, only `max_images` evenly spaced classes are used.
+    """
     classes = split.labels.argmax(axis=1) if split.is_multilabel else split.labels
     _, first = np.unique(classes, return_index=True)
     positions = np.linspace(0, len(first) - 1, min(max_images, len(first))).round().astype(int)
@@ -133,7 +136,7 @@ def _find_batch_rows(
     samples: list[NDArray[np.int64]] = []
     partners: list[int] = []
     places = np.empty((num_epochs, len(indices)), dtype=np.int64)
-    seen = [-1] * len(indices)  # last epoch of each image: data.sampling may skip some
+    seen = [-1] * len(indices)  # last epoch of each image; data.sampling omits some in an epoch
     for epoch in range(num_epochs):
         for number, index in enumerate(indices):
             position = _next_position(sampler, index, seen[number] + 1)
@@ -150,7 +153,7 @@ def _find_batch_rows(
 
 
 def _next_position(sampler: DistributedBatchSampler, index: int, epoch: int) -> int:
-    """Return the first position of an image in the training stream, from an epoch on."""
+    """Return the first position of an image in the training stream, in `epoch` or a later one."""
     while not len(places := np.flatnonzero(sampler.epoch_order(epoch) == index)):
         epoch += 1
     return epoch * sampler.num_samples + int(places[0])
@@ -180,7 +183,7 @@ def _choose_images(setup: TrainingSetup, split: Split) -> tuple[list[int], int]:
 def write_training_images(
     run: RunDir, setup: TrainingSetup, store: PixelStore, dtype: torch.dtype
 ) -> None:
-    """Write the training images for the report, or the reason why it cannot show them."""
+    """Write training images for the report, or a note that says why the report shows none."""
     note, rows, split = "", [], store.split
     if split.is_streamed:
         note = "They are not shown: the images are streamed and would be downloaded again."

@@ -121,7 +121,7 @@ class TestErrors:
 
     def test_wrong_token(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        with refused("hub.forbidden", "rejects the token of HF_TOKEN"):
+        with refused("hub.forbidden", "rejects the token from HF_TOKEN"):
             call_whoami()
 
     @pytest.mark.parametrize("token", ["hf_zoë", "hf_line\u2028x"])

@@ -312,7 +312,8 @@ class TestErrors:
             "nobody/net: no such repository, or it is private; check the name, or log in with",
             "@v2: no such revision; remove '@v2' for the newest",
             "no file config.json",
-            "the hub rejects the token of HF_TOKEN (401); create a new one and run `hf auth login`",
+            "the hub rejects the token from HF_TOKEN (401); create a new one and run "
+            "`hf auth login`, or remove it",
         )
         for expected in expected_texts:
             assert len([message for message in messages if expected in message]) == 1, expected
@@ -322,7 +323,7 @@ class TestErrors:
     ) -> None:
         resolve_weights(f"hf-hub:{REPO}")
         monkeypatch.setenv("HF_TOKEN", "hf_wrongWrong1234")
-        assert "rejects the token of HF_TOKEN" in hub_error_message(f"hf-hub:{REPO}")
+        assert "rejects the token from HF_TOKEN" in hub_error_message(f"hf-hub:{REPO}")
 
     def test_private_repository(self, hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
         hub.add_repo("someone/secret", folder_content(folder), private=True)

@@ -95,13 +95,13 @@ class TestRejected:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         messages["offline"] = rejection_message()
         words = {
-            "public repository": "is public already",
+            "public repository": "is public, and a push does not",
             "repository of another user": (
                 "'bob' is neither you (alice) nor an organization where you may write (zoo)"
             ),
             "namespace of another user": "push to alice/new",
-            "read token": "the token of HF_TOKEN may only read",
-            "invalid token": "rejects the token of HF_TOKEN",
+            "read token": "the token from HF_TOKEN may only read",
+            "invalid token": "rejects the token from HF_TOKEN",
             "no token": "`hf auth login`, or set HF_TOKEN",
             "offline": "HF_HUB_OFFLINE",
         }
@@ -139,7 +139,7 @@ class TestRejected:
         self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, scoped: tuple[tuple[str, str], ...]
     ) -> None:
         set_whoami(monkeypatch, auth=fine_grained(*scoped))
-        assert "the token of HF_TOKEN may only read" in rejection_message()
+        assert "the token from HF_TOKEN may only read" in rejection_message()
 
     def test_unavailable_hub(self, hub: HubServer) -> None:
         hub.fail("whoami", times=None)

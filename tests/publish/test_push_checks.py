@@ -92,7 +92,7 @@ class TestSecrets:
 
     @pytest.mark.usefixtures("hub")
     def test_tokens_in_the_message_and_the_weights_header(self, folder: Path) -> None:
-        with refused("hub.holds_secret", "the message: "):
+        with refused("hub.holds_secret", "the commit message: "):
             self.check_secrets(folder, f"mine is {WRITE_TOKEN}")
         weights = folder / "model.safetensors"
         save_file({"a": zeros(3)}, weights, metadata={"note": WRITE_TOKEN})

@@ -81,7 +81,9 @@ class TestFindMicroBatchSize:
         trainer, tried = make_trainer(tiny_recipe(*AUTO), tmp_path), limit_images(limit)
         with logged() as messages:
             assert find_micro_batch_size(trainer) == expected
-        assert messages == [f"data.micro_batch=auto: {expected} of 64 images per process fit"]
+        assert messages == [
+            f"data.micro_batch=auto: {expected} of 64 images per process fit into memory"
+        ]
         assert tried == [size for size in (64, 32, 16, 8, 4, 2, 1) if size >= expected]
 
     def test_pairs_of_mixing_stay_together(self, tmp_path: Path, limit_images: Any) -> None:

@@ -156,7 +156,7 @@ def test_warns_at_chance_level_map_and_high_losses(
     assert check_results(setup, {**results, "test": {**test, "map": 0.5}}, []) == []
     high_losses = [{"split": split, "loss": 1.5} for split in ("train", "val")]
     (line,) = check_results(setup, results, high_losses)
-    assert "far above the 0.69 of guessing" in line
+    assert "far above that of random guessing, 0.69" in line
 
 
 def test_rare_class_warning_does_not_suggest_class_weights() -> None:

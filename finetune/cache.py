@@ -31,9 +31,9 @@ _OPEN_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def cache_path(kind: str) -> Path:
     """Return the cache folder for one kind of content, such as `features`; it may not exist yet."""
     if own := os.environ.get("FINETUNE_CACHE"):
-        return Path(own).expanduser().absolute() / kind
+        return Path(os.path.expanduser(own)).absolute() / kind
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser().absolute() / "finetune" / kind
+    return Path(os.path.expanduser(caches)).absolute() / "finetune" / kind
 
 
 class UntrustedCacheError(OSError):

@@ -31,10 +31,10 @@ from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.peak_memory import PeakMemory, measure_peak_memory
 
-__all__ = ["estimate_run", "format_run_estimate"]
+__all__ = ["TOTAL_SECONDS", "TRIAL_SECONDS", "estimate_run", "format_run_estimate"]
 
-_TOTAL_SECONDS = 25.0  # for the recipe and the other settings, without the imports
-_TRIAL_SECONDS = 8.0  # for the recipe's own steps; half of it for each other setting
+TOTAL_SECONDS = 25.0  # for the recipe and the other settings, without the imports
+TRIAL_SECONDS = 8.0  # for the recipe's own steps; half of it for each other setting
 _MAX_STEPS = 40
 _NUM_IMAGES = 64  # images of each split that are opened; training repeats them
 
@@ -68,15 +68,15 @@ def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
             bar.total = max(bar.total, bar.n + 2)
             bar.update()
 
-        own, changes = _measure_recipe(recipe, on_step, seconds=_TRIAL_SECONDS)
+        own, changes = _measure_recipe(recipe, on_step, seconds=TRIAL_SECONDS)
         own_seconds = time.perf_counter() - started
         options = []
         for change in changes:
-            if time.perf_counter() - started + own_seconds / 2 > _TOTAL_SECONDS:
+            if time.perf_counter() - started + own_seconds / 2 > TOTAL_SECONDS:
                 logger.info(f"{change}: not measured, because it would take too long")
                 continue
             bar.set_description(change)
-            option = _measure_change(recipe, change, on_step, seconds=_TRIAL_SECONDS / 2)
+            option = _measure_change(recipe, change, on_step, seconds=TRIAL_SECONDS / 2)
             options += [] if option is None else [option]
     own["disk"]["free_here"] = shutil.disk_usage(".").free
     return {"recipe": path, **own, "options": options}

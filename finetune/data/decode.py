@@ -33,7 +33,14 @@ from finetune.files import open_regular_file
 from finetune.formatting import printable_path
 from finetune.log import warn_once
 
-__all__ = ["MAX_PIXELS", "decode_image", "decode_jpeg", "hwc_to_chw", "open_dataset_file"]
+__all__ = [
+    "MAX_JPEG_BYTES",
+    "MAX_PIXELS",
+    "decode_image",
+    "decode_jpeg",
+    "hwc_to_chw",
+    "open_dataset_file",
+]
 
 MAX_PIXELS = 64_000_000
 # An allow-list: PIL would also start Ghostscript for an EPS, guess the format of files without a
@@ -41,7 +48,7 @@ MAX_PIXELS = 64_000_000
 _ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _URL_SCHEMES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
 _MIN_JPEG_SIDE = 4  # PIL decodes smaller ones, for which scales 5/8 and 1/2 may give the same size
-_MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
+MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
 _ORIENTATION_TAG = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_INTEGER_BYTES = {3: 2, 4: 4}  # bytes of SHORT and LONG, the types that TIFF 6.0 allows
@@ -146,7 +153,7 @@ def _decode_jpeg_stream(
     """Decode an open JPEG without PIL. Returns: (H, W, 3) uint8; None if PIL has to decode it."""
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
-    if stream.seek(0, os.SEEK_END) > _MAX_JPEG_BYTES:
+    if stream.seek(0, os.SEEK_END) > MAX_JPEG_BYTES:
         return None
     stream.seek(0)
     return decode_jpeg(stream.read(), image.size, buffer)

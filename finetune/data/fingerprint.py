@@ -34,10 +34,10 @@ from finetune.ranks import is_local_main_process
 if TYPE_CHECKING:
     from finetune.data.encoded_images import EncodedImages
 
-__all__ = ["compute_fingerprint", "try_read_bytes"]
+__all__ = ["MIN_STORED_BYTES", "compute_fingerprint", "try_read_bytes"]
 
 MAX_CACHE_BYTES = 2**20
-_SMALL_SPLIT_BYTES = 2**24  # below, threads and a stored fingerprint cost more than they save
+MIN_STORED_BYTES = 2**24  # below, threads and a stored fingerprint cost more than they save
 _PROGRESS_BAR_BYTES = 2**28  # above, hashing has a progress bar
 _MAX_CHUNK_IMAGES = 16  # per thread task, because starting a task costs time
 _CHUNK_BYTES = 2**20
@@ -50,8 +50,9 @@ def compute_fingerprint(
 ) -> tuple[str, NDArray[np.int64]]:
     """Hash the encoded bytes and label of every image, in order.
 
-    An image that cannot be opened is hashed as empty with size -1. A small split is always read. A
-    larger one is not read if no file has changed since an earlier run; if one has, all are read.
+    An image that cannot be opened contributes no bytes and the size -1. A small split is always
+    read. A larger one is not read if no file has changed since an earlier run; if one has, all are
+    read.
 
     Args:
         images: images that are not streamed.
@@ -63,7 +64,7 @@ def compute_fingerprint(
     sizes = signatures_F5[:, 2] if images.has_file_per_image else images.encoded_sizes()[rows_N]
     total = int(sizes.sum())
     key = None
-    if total >= _SMALL_SPLIT_BYTES and are_settled(signatures_F5):
+    if total >= MIN_STORED_BYTES and are_settled(signatures_F5):
         key = _cache_key(images.origin, signatures_F5, rows_N, labels_N)
         if known := _read_cached(key):
             return known, signatures_F5
@@ -73,7 +74,7 @@ def compute_fingerprint(
 
     chunk_size = min(max(_CHUNK_BYTES * len(rows_N) // max(total, 1), 1), _MAX_CHUNK_IMAGES)
     chunks = (rows_N[first : first + chunk_size] for first in range(0, len(rows_N), chunk_size))
-    is_small = total < _SMALL_SPLIT_BYTES
+    is_small = total < MIN_STORED_BYTES
     contents = map(read_some, chunks) if is_small else thread_map(read_some, chunks, _NUM_THREADS)
     labels = iter(labels_N.tolist())
     digest, all_opened = hashlib.sha256(b"content"), True

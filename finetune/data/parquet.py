@@ -38,11 +38,11 @@ from finetune.errors import DataError
 from finetune.formatting import pluralize
 from finetune.log import warn_once
 
-__all__ = ["ColumnNames", "LabeledSplits", "read_hub", "read_parquet"]
+__all__ = ["MAX_IN_MEMORY_BYTES", "ColumnNames", "LabeledSplits", "read_hub", "read_parquet"]
 
 # Larger datasets do not stay in memory: `datasets` writes their rows to its cache once and
 # memory-maps them. For smaller ones, importing `datasets` would take longer than reading the rows.
-_MAX_IN_MEMORY_BYTES = 2**28
+MAX_IN_MEMORY_BYTES = 2**28
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's limit of 2 GiB
 _Data = TypeVar("_Data")
 _File = TypeVar("_File")
@@ -83,7 +83,7 @@ def read_parquet(
     if streaming:
         return _build_streamed(shards, columns, multilabel=multilabel)
     num_bytes = sum(file.stat().st_size for group in files.values() for file in group)
-    load = _load_chunks if num_bytes <= _MAX_IN_MEMORY_BYTES else _load_memory_mapped_chunks
+    load = _load_chunks if num_bytes <= MAX_IN_MEMORY_BYTES else _load_memory_mapped_chunks
     splits = _build_splits(
         {split: group[0].schema for split, group in shards.items()},
         columns,

@@ -30,11 +30,17 @@ from finetune.data.device_prefetch import allocate_host_memory, as_dense
 from finetune.data.thread_pool import thread_map
 from finetune.transforms.ragged import TAIL_PADDING, RaggedBatch
 
-__all__ = ["DecodedImages", "PixelTable", "read_pixel_table", "write_pixel_table"]
+__all__ = [
+    "MIN_THREADED_BYTES",
+    "DecodedImages",
+    "PixelTable",
+    "read_pixel_table",
+    "write_pixel_table",
+]
 
 _FOOTER = struct.Struct("<q32s")  # length of the table in bytes, sha256 of key and table
 _MAX_CAUSE_LENGTH = 500  # characters that are stored per unreadable image
-_MIN_THREADED_BYTES = 2**23  # per batch; below, starting threads costs more time than it saves
+MIN_THREADED_BYTES = 2**23  # per batch; below, starting threads costs more time than it saves
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class DecodedImages(Sequence[Tensor]):
             )
         ]
         num_threads = torch.get_num_threads()
-        if ends[-1] < _MIN_THREADED_BYTES or num_threads == 1:
+        if ends[-1] < MIN_THREADED_BYTES or num_threads == 1:
             for task in tasks:
                 self._read_image(*task)
         else:

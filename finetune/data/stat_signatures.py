@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["are_settled", "stat_signatures"]
+__all__ = ["SETTLED_NS", "are_settled", "stat_signatures"]
 
-_SETTLED_NS = 2 * 10**9
+SETTLED_NS = 2 * 10**9
 _UNSETTLED = -1  # as device number: the file's next change might not change its times
 
 
@@ -24,7 +24,7 @@ def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[
         a file that changed within the last two seconds: another change might leave its times the
         same.
     """
-    settled_before_ns = time.time_ns() - _SETTLED_NS
+    settled_before_ns = time.time_ns() - SETTLED_NS
     return np.array(
         [_stat_signature(path, settled_before_ns) for path in paths], dtype=np.int64
     ).reshape(-1, 5)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["NUM_REQUEST_THREADS", "DaemonThreadPool", "thread_map"]
+__all__ = ["JOIN_SECONDS", "NUM_REQUEST_THREADS", "DaemonThreadPool", "thread_map"]
 
 NUM_REQUEST_THREADS = 16  # more than cores: they wait for a server
 
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
-_JOIN_SECONDS = 5.0  # for threads that wait for a server
+JOIN_SECONDS = 5.0  # for threads that wait for a server
 
 
 class DaemonThreadPool:
@@ -66,7 +66,7 @@ class DaemonThreadPool:
     def join(self) -> None:
         """Wait briefly for running tasks; threads that still wait for a server are left running."""
         for thread in self._threads:
-            thread.join(_JOIN_SECONDS / len(self._threads))
+            thread.join(JOIN_SECONDS / len(self._threads))
 
 
 def thread_map(

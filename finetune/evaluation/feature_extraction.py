@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
+    "VALUES_PER_BROADCAST",
     "Features",
     "compute_features",
     "compute_pre_logits",
@@ -60,7 +61,7 @@ __all__ = [
 
 FeatureExtractor = Callable[[nn.Module, Tensor], Tensor]
 _BATCHES_PER_SHARD = 8  # batches that a rank computes between two gathers
-_VALUES_PER_BROADCAST = 2**24  # 64 MiB
+VALUES_PER_BROADCAST = 2**24  # 64 MiB
 _CPU_BATCH_SIZE = 64  # 20 % faster than 256 for a small ViT: activations fit the CPU caches
 
 
@@ -326,7 +327,7 @@ def _broadcast_features(
         assert values_ND is not None
         return values_ND
     all_values = np.empty((num_images, width), np.float32) if values_ND is None else values_ND
-    num_rows = max(_VALUES_PER_BROADCAST // width, 1)
+    num_rows = max(VALUES_PER_BROADCAST // width, 1)
     for first in range(0, num_images, num_rows):
         rows_ND = from_main(torch.from_numpy(np.array(all_values[first : first + num_rows])))
         if values_ND is None:

@@ -150,7 +150,8 @@ def _use_cached(
     if sha256 is None:
         raise WeightsError(
             f"{display_name}: {filename} in the cache is damaged (its checksum does not match), "
-            f"and {cause}; delete {cached_path.resolve()}, or connect to download it again",
+            f"and {cause}; delete {cached_path.resolve()}, or run again with a network connection, "
+            "which replaces the file",
             code="weights.damaged",
         )
     commit = _commit_from_path(cached_path)

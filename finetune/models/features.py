@@ -135,7 +135,7 @@ def enable_feature_input(
     and wrappers (DDP, EMA) of the network keep working.
 
     Args:
-        model: a float32 network; its forward stays unchanged if the function returns a reason.
+        model: a float32 network; not changed if the function returns a reason.
         image_size: (height, width) in pixels.
         training: True if the network will train on features; then every layer before the classifier
             must be frozen and deterministic. The network is left in training mode if True, else in

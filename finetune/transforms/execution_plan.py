@@ -118,7 +118,7 @@ def size_after_operation(
 def check_output_size(
     calls: list[TransformCall], image_size: HeightWidth, transform_spec: str
 ) -> None:
-    """Check that a transform spec can produce the model's image size for some source size.
+    """Check that a transform spec can produce the model's image size for at least one source size.
 
     Raises: RecipeError naming the produced and the expected size.
     """

@@ -43,7 +43,12 @@ def test_a_second_interrupt_ends_the_process_silently() -> None:
         "cli_main.run = lambda *_: 130\n"
         "cli_main.main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        cwd=REPOSITORY,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & ignores it
+    )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 

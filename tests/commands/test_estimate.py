@@ -31,16 +31,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def estimate_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure only the recipe's own steps, and few of them."""
-    monkeypatch.setattr("finetune.commands.estimate._TRIAL_SECONDS", 0.3)
-    monkeypatch.setattr("finetune.commands.estimate._TOTAL_SECONDS", 0.0)
+    monkeypatch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr("finetune.commands.estimate.TOTAL_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
 def estimate(recipe: str) -> dict[str, Any]:
     """The estimate of a tiny run in bf16, with all other settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.commands.estimate._TRIAL_SECONDS", 1.0)
-        patch.setattr("finetune.commands.estimate._TOTAL_SECONDS", 1e9)  # on a busy machine
+        patch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 1.0)
+        patch.setattr("finetune.commands.estimate.TOTAL_SECONDS", 1e9)  # on a busy machine
         estimate = estimate_run(recipe, (*OVERRIDES, "run.precision=fp32"))
     json.dumps(estimate)
     return estimate
@@ -94,7 +94,7 @@ def test_a_large_batch_is_measured_with_fewer_images(
     recipe: str, estimate_briefly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of the whole batch would take longer than the whole measurement."""
-    monkeypatch.setattr("finetune.commands.estimate._TRIAL_SECONDS", 1e-9)
+    monkeypatch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 1e-9)
     estimate = estimate_run(recipe, ["data.batch_size=1000", "data.micro_batch=auto"])
     assert estimate["measured"] == {"images": 2, "images_per_step": 2, "steps": 1}
     assert estimate["time"]["run_seconds"] > 0

@@ -59,7 +59,7 @@ def test_plan_is_found_by_its_folder_name(plan: str, tmp_path: Path) -> None:
         (
             "optim.lr: [0.1, 0.3, 0.2]",
             "data.train: [resize | flip, resize  flip]",
-            "both be called",
+            "would have the same folder",
         ),
         ("name: plain", "name: ../plain", "a folder name"),
         ("name: plain", "name: a/b", "a folder name"),

@@ -100,7 +100,7 @@ def test_falls_back_to_pil(monkeypatch: pytest.MonkeyPatch, skipped_pil: list[bo
     cmyk_jpeg = make_jpeg(mode="CMYK")
     np.testing.assert_array_equal(decode_image(cmyk_jpeg), decode_with_pil(cmyk_jpeg))
     assert skipped_pil == []
-    monkeypatch.setattr(decode_module, "_MAX_JPEG_BYTES", 1000)
+    monkeypatch.setattr(decode_module, "MAX_JPEG_BYTES", 1000)
     np.testing.assert_array_equal(
         decode_image(make_jpeg(quality=100)), decode_with_pil(make_jpeg(quality=100))
     )

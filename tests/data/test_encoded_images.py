@@ -84,7 +84,7 @@ def test_rejects_table_rows_that_name_files_outside_the_folder(
     rows = [{"bytes": None, "path": path} for path in outside + inside]
     write_parquet(tmp_path / "table/a.parquet", [0, 1] * 4, images=rows)
     if mapped:
-        monkeypatch.setattr(tables, "_MAX_IN_MEMORY_BYTES", 10)
+        monkeypatch.setattr(tables, "MAX_IN_MEMORY_BYTES", 10)
     train = open_source(f"parquet:{tmp_path}/table").splits["train"]
     for row in range(5):
         with refused("data.unsafe", f"row {row}"):

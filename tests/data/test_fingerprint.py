@@ -28,8 +28,8 @@ from finetune.errors import DataError
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate cache that also takes few images and treats all files as old enough."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprint_module, "_SMALL_SPLIT_BYTES", 0)
-    monkeypatch.setattr(signatures_module, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(fingerprint_module, "MIN_STORED_BYTES", 0)
+    monkeypatch.setattr(signatures_module, "SETTLED_NS", -(10**18))
     return tmp_path / "cache" / "hashes"
 
 
@@ -182,7 +182,7 @@ def test_does_not_cache_hashes_of_recently_changed_files(
     cache: Path,
 ) -> None:
     source = write_image_folder(tmp_path / "set", {"a": 3, "b": 3})
-    monkeypatch.setattr(signatures_module, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(signatures_module, "SETTLED_NS", 2 * 10**9)
     first = open_train(source).fingerprint
     assert not list(cache.glob("*"))
     rows_read.clear()
@@ -231,7 +231,7 @@ def test_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reverse_content_keep_times(tmp_path / "set/a/1.png")
     assert split.is_unchanged(), "the content is what it was"
     # timestamps alone prove nothing
-    monkeypatch.setattr(signatures_module, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(signatures_module, "SETTLED_NS", 2 * 10**9)
     split = open_train(source)
     assert split.is_unchanged()
     monkeypatch.setattr(signatures_module, "_stat_signature", lambda path, latest: (1, 2, 3, 4, 5))

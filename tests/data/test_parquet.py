@@ -137,7 +137,7 @@ def test_memory_mapped_tables_equal_tables_in_memory(
         labels = [number % 2 for number in range(len(images))]
         write_parquet(tmp_path / f"{name}.parquet", labels, names=["a", "b"], images=images)
     in_memory = open_source(f"parquet:{tmp_path}")
-    monkeypatch.setattr(parquet_module, "_MAX_IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(parquet_module, "MAX_IN_MEMORY_BYTES", 10)
     mapped = open_source(f"parquet:{tmp_path}")
     assert mapped.class_names == in_memory.class_names
     for name, split in in_memory.splits.items():
@@ -157,7 +157,7 @@ def test_memory_mapped_rows_take_no_memory(
     num_rows, image_bytes = 600, 3000
     images = [{"bytes": bytes([row % 256]) * image_bytes, "path": None} for row in range(num_rows)]
     write_parquet(tmp_path / "train.parquet", [row % 2 for row in range(num_rows)], images=images)
-    monkeypatch.setattr(parquet_module, "_MAX_IN_MEMORY_BYTES", limit)
+    monkeypatch.setattr(parquet_module, "MAX_IN_MEMORY_BYTES", limit)
     bytes_before = pa.total_allocated_bytes()
     train = open_source(f"parquet:{tmp_path}").splits["train"]
     bytes_per_row = (pa.total_allocated_bytes() - bytes_before) / num_rows
@@ -170,7 +170,7 @@ def test_memory_mapped_rows_follow_a_replaced_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the new file has the same length and mtime."""
-    monkeypatch.setattr(parquet_module, "_MAX_IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(parquet_module, "MAX_IN_MEMORY_BYTES", 10)
     first_bytes = []
     for value in (10, 200):
         images = [{"bytes": bytes([value]) * 50, "path": None}] * 4
@@ -189,7 +189,7 @@ def test_rejects_tables_that_cannot_be_memory_mapped(
     body = bytearray(path.read_bytes())
     body[4:40] = b"\xff" * 36
     path.write_bytes(body)
-    monkeypatch.setattr(parquet_module, "_MAX_IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(parquet_module, "MAX_IN_MEMORY_BYTES", 10)
     with refused("data.unreadable", tmp_path, "data.streaming=true"):
         open_source(f"parquet:{tmp_path}")
 

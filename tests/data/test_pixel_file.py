@@ -57,7 +57,7 @@ def test_reads_back_images_and_table(
     file: BinaryIO, sizes: list[tuple[int, int]], threaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if threaded:
-        monkeypatch.setattr("finetune.data.pixel_file._MIN_THREADED_BYTES", 0)
+        monkeypatch.setattr("finetune.data.pixel_file.MIN_THREADED_BYTES", 0)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     write_images(file, sizes)
     table = read_pixel_table(file, KEY, 11)

@@ -220,8 +220,8 @@ class TestClosing:
     def test_closing_does_not_wait_for_a_hanging_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(thread_pool, "_JOIN_SECONDS", 0.1)
-        monkeypatch.setattr(prefetch, "_NUM_FETCH_THREADS", 1)
+        monkeypatch.setattr(thread_pool, "JOIN_SECONDS", 0.1)
+        monkeypatch.setattr(prefetch, "NUM_FETCH_THREADS", 1)
         release = threading.Event()
         load_group = StreamedImages.load_group
 

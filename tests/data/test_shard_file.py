@@ -174,7 +174,7 @@ class TestWebFile:
         expected_text: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(shard_file, "_TIMEOUT_SECONDS", 0.3)
+        monkeypatch.setattr(shard_file, "REQUEST_TIMEOUT_SECONDS", 0.3)
         monkeypatch.setattr(shard_file, "RETRY_WAITS_SECONDS", (0.01,))
         file = RemoteFile.open_url(f"{server.url}/a.tar")
         server.flood = flood

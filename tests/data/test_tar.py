@@ -352,7 +352,7 @@ class TestHttpServer:
     def test_a_signal_stops_waiting_for_a_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The signal stops all shards, and no thread keeps the process alive."""
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(shard_file, "_TIMEOUT_SECONDS", 3.0)
+        monkeypatch.setattr(shard_file, "REQUEST_TIMEOUT_SECONDS", 3.0)
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt

@@ -23,7 +23,7 @@ BLOCK = tarfile.BLOCKSIZE
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that also accepts files that were just written."""
-    monkeypatch.setattr(stat_signatures, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(stat_signatures, "SETTLED_NS", -(10**18))
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tars"
 
@@ -97,7 +97,7 @@ def test_does_not_cache_the_index_of_a_recently_changed_shard(
     tmp_path: Path, cache: Path, shards_read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next change might not change the timestamp."""
-    monkeypatch.setattr(stat_signatures, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(stat_signatures, "SETTLED_NS", 2 * 10**9)
     folder = write_tar_shards(tmp_path / "d")
     index_folder(folder)
     index_folder(folder)

@@ -115,8 +115,8 @@ def cache_small_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache small datasets too, and files that have just been written."""
     for module in (decode_split, pixel_store):
         monkeypatch.setattr(module, "SMALL_SPLIT_BYTES", 0)
-    monkeypatch.setattr(fingerprint, "_SMALL_SPLIT_BYTES", 0)
-    monkeypatch.setattr(stat_signatures, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(fingerprint, "MIN_STORED_BYTES", 0)
+    monkeypatch.setattr(stat_signatures, "SETTLED_NS", -(10**18))
 
 
 @pytest.fixture

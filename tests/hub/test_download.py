@@ -280,7 +280,7 @@ class TestCorruptBytes:
             set_offline(patch)
             message = weights_error_message(f"hf-hub:{REPO}")
             assert f"{filename} in the cache is damaged" in message
-            assert f"delete {blob}, or connect" in message
+            assert f"delete {blob}, or run again" in message
         sha256 = resolve_weights(str(folder)).provenance["sha256"]
         assert resolve_weights(f"hf-hub:{REPO}").provenance["sha256"] == sha256
         assert blob.read_bytes() == (folder / filename).read_bytes()

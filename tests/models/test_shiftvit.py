@@ -249,8 +249,8 @@ def test_dropout_after_both_mlp_layers() -> None:
         ("papr", {}, "'paper'"),
         ("document", {"embed_dim": 36}, "embed_dim: 36 .* num_div=12"),
         ("document", {"embed_dim": 100}, "embed_dim: 100 .* num_div=12"),
-        ("paper", {"num_div": 3}, "num_div: 3 groups for 48 channels"),
-        ("paper", {"num_div": 49}, "num_div: 49 groups .* from 4 to 48"),
+        ("paper", {"num_div": 3}, "num_div: 3 is not between 4 and 48"),
+        ("paper", {"num_div": 49}, "num_div: 49 is not between 4 and 48"),
     ],
 )
 def test_rejects_conflicting_values(shift: str, args: dict[str, Any], expected: str) -> None:

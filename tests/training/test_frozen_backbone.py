@@ -243,7 +243,7 @@ def test_features_are_broadcast_in_pieces_without_a_shared_file(
     """Every rank ends with rank 0's rows, however few fit into one broadcast."""
     values = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
     values[4] = np.nan  # an unreadable image
-    monkeypatch.setattr(feature_extraction, "_VALUES_PER_BROADCAST", 7)
+    monkeypatch.setattr(feature_extraction, "VALUES_PER_BROADCAST", 7)
     sent: list[torch.Tensor] = []
 
     class Rank:

@@ -157,7 +157,7 @@ class TestFaults:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TrainerState, "train_step", disturbed)
-            patch.setattr("finetune.data.streaming.prefetch._MAX_BATCHES_AHEAD", 1)
+            patch.setattr("finetune.data.streaming.prefetch.MAX_BATCHES_AHEAD", 1)
             patch.setattr("finetune.data.streaming.prefetch.MAX_CACHED_BYTES", 2 * 10**4)
             train(make_recipe(), tmp_path / "disturbed")
         assert sum(fault.times == 0 for fault in hub.faults) >= 2
@@ -199,7 +199,7 @@ class TestFaults:
 
         with monkeypatch.context() as patch:
             patch.setattr(TrainerState, "train_step", damaged)
-            patch.setattr("finetune.data.streaming.prefetch._MAX_BATCHES_AHEAD", 1)
+            patch.setattr("finetune.data.streaming.prefetch.MAX_BATCHES_AHEAD", 1)
             patch.setattr("finetune.data.streaming.prefetch.MAX_CACHED_BYTES", 2 * 10**4)
             with pytest.raises(error_type) as caught:
                 train(make_recipe(), tmp_path / "run")

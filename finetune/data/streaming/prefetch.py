@@ -26,11 +26,17 @@ from finetune.data.streaming.streamed_images import RowGroup, StreamedImages
 from finetune.data.thread_pool import DaemonThreadPool
 from finetune.errors import SetupError
 
-__all__ = ["MAX_CACHED_BYTES", "Prefetcher", "build_prefetcher"]
+__all__ = [
+    "MAX_BATCHES_AHEAD",
+    "MAX_CACHED_BYTES",
+    "NUM_FETCH_THREADS",
+    "Prefetcher",
+    "build_prefetcher",
+]
 
 MAX_CACHED_BYTES = 2 * 2**30  # limit for the encoded images that a process caches per split
-_NUM_FETCH_THREADS = 8  # they wait for the Hugging Face Hub or a disk
-_MAX_BATCHES_AHEAD = 64  # batches whose row groups are fetched ahead, within MAX_CACHED_BYTES
+NUM_FETCH_THREADS = 8  # they wait for the Hugging Face Hub or a disk
+MAX_BATCHES_AHEAD = 64  # batches whose row groups are fetched ahead, within MAX_CACHED_BYTES
 _NUM_DECODED_AHEAD = 2
 _IMAGES_PER_TASK = 16
 
@@ -91,11 +97,11 @@ class Prefetcher:
         pending: deque[_PendingBatch] = deque()
         remaining = iter(batches)
         upcoming: NDArray[np.int64] | None = None
-        fetchers = DaemonThreadPool(_NUM_FETCH_THREADS, "fetch")
+        fetchers = DaemonThreadPool(NUM_FETCH_THREADS, "fetch")
         decoders = DaemonThreadPool(max(self._num_workers, 1), "decode")
         try:
             while True:
-                while len(pending) < _MAX_BATCHES_AHEAD:
+                while len(pending) < MAX_BATCHES_AHEAD:
                     upcoming = next(remaining, None) if upcoming is None else upcoming
                     if upcoming is None or (
                         len(pending) >= _NUM_DECODED_AHEAD and not self._fits_in_cache(upcoming)
@@ -181,9 +187,9 @@ class Prefetcher:
             return [image for part in batch.image_futures for image in part.result(seconds)]
         except FutureTimeoutError:
             raise SetupError(
-                f"data: no batch arrived within {seconds:g} seconds; check the connection or the "
-                "disk, or raise run.timeout_seconds (a batch may take half of it); continue with "
-                "--resume",
+                f"data: no batch arrived within {seconds:g} seconds, which is half of "
+                "run.timeout_seconds; check the connection or the disk, or raise the key; "
+                "continue with --resume",
                 code="setup.timeout",
             ) from None
 

@@ -27,6 +27,7 @@ from finetune.hub.client import TransientHubError, check_server_status, hub_erro
 from finetune.log import warn_once
 
 __all__ = [
+    "REQUEST_TIMEOUT_SECONDS",
     "RETRY_WAITS_SECONDS",
     "LocalFile",
     "RemoteFile",
@@ -38,7 +39,9 @@ __all__ = [
 # waits between the tries of a read: a long run survives an outage of a minute
 RETRY_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _NUM_OPEN_WAITS = 3  # fewer, because the name of a server that does not respond may be misspelled
-_TIMEOUT_SECONDS = 30.0  # between two chunks of a response; without it, the client waits forever
+REQUEST_TIMEOUT_SECONDS = (
+    30.0  # between two chunks of a response; without it, the client waits forever
+)
 _MIN_BYTES_PER_SECOND = 1000  # on average; else a slow but steady response never times out
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # Hub URL of a file -> its URL in the Hub's file store. The Hub limits the rate of its redirects;
@@ -201,7 +204,9 @@ class RemoteFile:
         headers |= {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         session = get_session()
         with _connection_errors(self.display_name):
-            request = session.build_request("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS)
+            request = session.build_request(
+                "GET", url, headers=headers, timeout=REQUEST_TIMEOUT_SECONDS
+            )
             response = session.send(request, stream=True, follow_redirects=True)
             with contextlib.closing(response):
                 if is_in_store and response.status_code not in (206, 416):  # expired
@@ -280,7 +285,7 @@ def _read_body(response: Any, length: int) -> bytes:
         seconds = time.monotonic() - start
         if len(body) > length:
             raise TransientHubError(f"the server sent more than the requested {length:,} bytes")
-        if seconds > _TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
+        if seconds > REQUEST_TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
             raise TransientHubError(
                 f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)"
             )

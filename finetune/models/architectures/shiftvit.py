@@ -251,8 +251,8 @@ def _check_channel_groups(shift: str, width: int, num_div: int) -> None:
         )
     if shift == "paper" and not 4 <= num_div <= width:
         raise ValueError(
-            f"num_div: {num_div} groups for {width} channels; each of the four directions "
-            f"needs a group of at least one channel: use a number from 4 to {width}"
+            f"num_div: {num_div} is not between 4 and {width}: each of the four directions needs "
+            f"at least one group, and each group at least one of the {width} channels"
         )
     # the tutorial's code splits the channels into groups of equal size
     if shift == "document" and (width < 4 * num_div or width % num_div):

@@ -281,7 +281,7 @@ class _Trial:
         return int(memory.peak_bytes + max(per_image, 0.0) * (wanted - images))
 
     def _measure_features(self) -> tuple[float, int]:
-        """Measure the features of a frozen backbone; from then on, training uses zeros instead.
+        """Measure what the features of a frozen backbone cost; later steps train on zeros instead.
 
         Returns: the seconds that the features of all images take, and the peak memory in bytes.
         """

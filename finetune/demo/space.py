@@ -247,7 +247,7 @@ def _copy_model(model: str, target: Path) -> None:
 
 
 def _copy_package(target: Path) -> None:
-    """Copy this package without its embedded weights, and its license file if it exists."""
+    """Copy this package and, if it exists, its license file; leave out the embedded weights."""
     source = Path(__file__).resolve().parents[1]
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "embedded")
     shutil.copytree(source, target, ignore=ignore)

@@ -285,7 +285,7 @@ def train_sgd_heads(
     num_classes: int,
     device: torch.device,
 ) -> dict[str, nn.Linear]:
-    """Train a linear classifier for each input and learning rate, all in one pass over the data.
+    """Train a linear classifier for each feature slice and learning rate, in one pass over the data.
 
     The result is the same as training each classifier alone: its learning rate is used as the
     weight of its loss, which is equivalent for SGD with momentum and without weight decay.
@@ -294,8 +294,8 @@ def train_sgd_heads(
         train: features (N, …) and labels (N,) in [0, K).
         feature_slices: same as for `probe_sgd`.
         learning_rates: R learning rates, for a batch size of 256.
-    Returns: a dict from the name of each input to one layer with R * K outputs, of which the first
-        K belong to the first learning rate.
+    Returns: a dict from the name of each feature slice to one layer with R * K outputs; the first K
+        belong to the first learning rate.
     """
     values_ND, labels_N = train[0], torch.from_numpy(np.asarray(train[1]))
     batch_size = min(_SGD_BATCH_SIZE, len(labels_N))

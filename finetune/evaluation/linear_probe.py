@@ -285,7 +285,7 @@ def train_sgd_heads(
     num_classes: int,
     device: torch.device,
 ) -> dict[str, nn.Linear]:
-    """Train a linear classifier for each feature slice and learning rate, in one pass over the data.
+    """Train a linear classifier per feature slice and learning rate, in one pass over the data.
 
     The result is the same as training each classifier alone: its learning rate is used as the
     weight of its loss, which is equivalent for SGD with momentum and without weight decay.

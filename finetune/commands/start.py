@@ -275,6 +275,8 @@ def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tup
         "optim__epochs": epochs,
         "optim__steps": None,
         "run__test": False,
+        "run__push_to": None,
+        "run__trackers": [],
     }
     frozen_score, num_val_images = _train_and_score(
         builder.build_recipe(head_only, "", **trial_settings).recipe
@@ -301,7 +303,7 @@ def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: 
     of three around the rule of thumb (`Strategy.lr`), because a test of few steps is unreliable.
     """
     min_steps, max_steps = _RANGE_TEST_STEPS
-    result = builder.build_recipe(strategy, reason, model__compile=False)
+    result = builder.build_recipe(strategy, reason, model__compile=False, run__trackers=[])
     optim, batch_size = result.recipe.optim, result.recipe.data.batch_size
     run_steps = optim.steps or round((optim.epochs or 0) * builder.stats.num_train / batch_size)
     steps = min(run_steps // _RANGE_TEST_DIVISOR, max_steps)

@@ -259,6 +259,24 @@ class TestRecipe:
         assert result.recipe.model.freeze == "backbone"
         assert "1.000 with the backbone of embedded:vit_ti frozen, which leaves" in result.yaml_text
 
+    @pytest.mark.usefixtures("range_test")
+    def test_trials_neither_push_nor_track(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        fake_timings: Callable[[float, float], None],
+    ) -> None:
+        fake_timings(1e-4, 3e-4)
+        trials: list[Recipe] = []
+        monkeypatch.setattr(
+            start_module, "_train_and_score", lambda recipe: (trials.append(recipe) or 0.5, 25)
+        )
+        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
+        overrides = ["run.push_to=someone/net", "run.trackers=[tensorboard]"]
+        run = start(folder, overrides=overrides).recipe.run
+        assert (run.push_to, run.trackers) == ("someone/net", ("tensorboard",))
+        assert [(trial.run.push_to, trial.run.trackers) for trial in trials] == [(None, ())] * 2
+
     def test_interrupted_trial_does_not_suggest_resume(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

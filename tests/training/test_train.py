@@ -288,7 +288,7 @@ def test_early_stopping_and_the_choice_of_published_weights(tmp_path: Path) -> N
     worse = ["optim.lr=30", "optim.schedule=constant", "run.eval_every=1", "run.keep_checkpoints=1"]
     for best, step in (("val.loss", 1), ("last", 4)):
         out = tmp_path / best
-        with refused("diverged.loss", f"The weights of step {step}"):
+        with refused("diverged.loss", f"the weights of step {step}"):
             train(tiny_recipe(*worse, "optim.steps=4", f"run.best={best}"), out)
         checkpoint = load_file(RunDir(out).checkpoint_folder(step) / "model.safetensors")[
             "head.weight"

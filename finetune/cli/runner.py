@@ -45,8 +45,8 @@ EXIT_TERMINATED = 143
 # All ranks raise these errors, so only rank 0 prints them.
 _SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)
 _OUT_OF_MEMORY_HELP = (
-    "out of memory; reduce data.micro_batch or set model.grad_checkpointing=true, neither of which "
-    "changes the training; see also data.eval_batch_size and data.keep"
+    "out of memory; reduce data.micro_batch or set model.grad_checkpointing=true; neither changes "
+    "the training. See also data.eval_batch_size and data.keep"
 )
 _OUT_OF_MEMORY_IN_IMPORT_HELP = (
     "out of memory while a library was loaded; raise the memory limit of this process "

@@ -159,7 +159,7 @@ def _run_entry(
         load_recipe_with: returns the entry's recipe with additional overrides.
         folder: parent folder of the run directories.
         run_missing: train or probe what is not finished; otherwise only read results.
-        done: accept an entry of which only some seeds are finished, see `run_plan`.
+        done: accept an entry if only some of its seeds are finished, see `run_plan`.
     Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:

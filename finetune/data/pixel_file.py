@@ -24,6 +24,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from finetune.data.device_prefetch import allocate_host_memory, as_dense
@@ -96,7 +97,10 @@ def read_pixel_table(file: BinaryIO, key: str, num_images: int) -> PixelTable:
     body = file.read(num_bytes)
     if hashlib.sha256(key.encode() + body).digest() != digest:
         raise ValueError("its table does not match the sha256")
-    arrays = safetensors.numpy.load(body)
+    try:
+        arrays = safetensors.numpy.load(body)
+    except SafetensorError as error:
+        raise ValueError(f"its table cannot be read: {error}") from error
     failed = [(index, cause) for index, cause in json.loads(arrays["failed"].tobytes())]
     return PixelTable(arrays["sizes"].astype(np.int64), arrays["checksums"], failed)
 

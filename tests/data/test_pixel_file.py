@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,3 +136,11 @@ def test_refuses_every_change_after_the_pixels(file: BinaryIO) -> None:
         file.write(change)
         with pytest.raises(ValueError, match=r"short|damaged|sha256"):
             read_pixel_table(file, KEY, 11)
+
+
+def test_a_table_of_another_format_is_damage(tmp_path: Path) -> None:
+    body = b"not a safetensors table" * 10
+    digest = hashlib.sha256(b"key" + body).digest()
+    (tmp_path / "f").write_bytes(body + struct.pack("<q32s", len(body), digest))
+    with (tmp_path / "f").open("rb") as file, pytest.raises(ValueError, match="cannot be read"):
+        read_pixel_table(file, "key", 10)

@@ -189,7 +189,10 @@ class TestFaults:
         assert files_on_hub(hub) == contents(folder)
         assert WRITE_TOKEN not in capfd.readouterr().err
 
-    @pytest.mark.parametrize("call", ["create", "branch", "batch", "commit"])
+    @pytest.mark.parametrize(
+        "call",
+        ["create", "branch", pytest.param("batch", marks=pytest.mark.faults), "commit"],  # 25 s
+    )
     def test_permanent_fault(
         self, hub: HubServer, folder: Path, call: str, capfd: pytest.CaptureFixture[str]
     ) -> None:

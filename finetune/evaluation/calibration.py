@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,6 +26,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
 MAX_KEPT_LOGITS = 1 << 28  # over all processes: 1 GiB of float32
 LOGITS_PER_CHUNK = 1 << 22  # 32 MiB of float64
 _MAX_ITERATIONS = 60  # bisection alone reaches 1e-16 of the range
+_HASH_MULTIPLIER = 2654435761  # 2**32 divided by the golden ratio
+_NUM_FOLDS = 5  # of the cross-validation that decides whether a temperature is kept
 
 
 class TemperatureFitter:
@@ -41,6 +44,7 @@ class TemperatureFitter:
         self._shape = (-(-num_images // self.stride), num_classes)
         self._logits_NK: Tensor | None = None
         self._labels: list[Tensor] = []
+        self._positions: list[Tensor] = []
         self._num_kept = 0
 
     def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
@@ -50,7 +54,7 @@ class TemperatureFitter:
             logits_BK: logits of any floating-point dtype.
             labels_B: class indices in [0, K).
             indices: (B,), positions of the images in the split. They decide which images are kept,
-                so the choice is the same for any number of processes.
+                and their cross-validation fold, so both are the same for any number of processes.
         """
         kept = torch.from_numpy(np.flatnonzero(indices % self.stride == 0)).to(logits_BK.device)
         if self._logits_NK is None:
@@ -59,6 +63,7 @@ class TemperatureFitter:
         self._logits_NK[self._num_kept : self._num_kept + len(kept)] = logits_BK[kept].float().cpu()
         self._num_kept += len(kept)
         self._labels.append(labels_B[kept].cpu())
+        self._positions.append(torch.from_numpy(indices[kept.cpu().numpy()] // self.stride))
 
     def compute(self, accelerator: Accelerator) -> float:
         """Fit the temperature to the kept logits; all processes must call this.
@@ -70,34 +75,70 @@ class TemperatureFitter:
             sums = sums.to(accelerator.device)
             return torch.as_tensor(accelerator.reduce(sums, "sum")).cpu()
 
-        if self._logits_NK is None:
+        if self._logits_NK is None:  # this process has no images
+            empty = torch.zeros(0, dtype=torch.long)
             return fit_temperature(
-                torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), all_reduce=all_reduce
+                torch.zeros(0, self._shape[1]), empty, positions_N=empty, all_reduce=all_reduce
             )
-        kept_NK = self._logits_NK[: self._num_kept]
-        return fit_temperature(kept_NK, torch.cat(self._labels), all_reduce=all_reduce)
+        return fit_temperature(
+            self._logits_NK[: self._num_kept],
+            torch.cat(self._labels),
+            positions_N=torch.cat(self._positions),
+            all_reduce=all_reduce,
+        )
 
 
 def fit_temperature(
     logits_NK: Tensor,
     labels_N: Tensor,
     *,
+    positions_N: Tensor | None = None,
     all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> float:
-    """Find the temperature with the lowest cross-entropy.
+    """Find the temperature with the lowest cross-entropy, if it generalizes to other images.
 
-    The cross-entropy is convex in 1/T, so Newton's method between two bounds finds the minimum.
+    On a few validation images that are nearly all correct, the best temperature is far too low for
+    new images. So it is kept only if 5-fold cross-validation on the same images confirms it: the
+    temperatures fitted without a fold must have a lower cross-entropy on that fold than T = 1.
 
     Args:
         logits_NK: logits of the images of this process; N may be 0.
         labels_N: class indices in [0, K).
+        positions_N: positions of the images in the split, which decide their fold; 0 … N - 1 by
+            default.
         all_reduce: sums a tensor over processes.
     Returns: T between 0.05 and 20, rounded to 6 digits, so that it does not depend on the order in
-        which processes are summed. 1 if every prediction is correct, because the optimum would be
-        0, with every confidence at 100 %.
+        which processes are summed; 1 if cross-validation does not confirm it, or if every
+        prediction is correct, because the optimum would be 0, with every confidence at 100 %.
     """
     if not all_reduce((logits_NK.argmax(1) != labels_N).sum()[None]).any():
         return 1.0
+    if positions_N is None:
+        positions_N = torch.arange(len(labels_N))
+    # hashed: in a split that is sorted by class, every 5th image could be of the same class
+    folds_N = ((positions_N * _HASH_MULTIPLIER) >> 16) % _NUM_FOLDS
+    held_out_losses = torch.zeros(2, dtype=torch.float64)  # with T fitted to the other folds; T = 1
+    for fold in range(_NUM_FOLDS):
+        inside_N = folds_N == fold
+        temperature = _minimize_loss(logits_NK[~inside_N], labels_N[~inside_N], all_reduce)
+        held_out = logits_NK[inside_N].double(), labels_N[inside_N]
+        for column, divisor in enumerate((temperature, 1.0)):
+            held_out_losses[column] += cross_entropy(
+                held_out[0] / divisor, held_out[1], reduction="sum"
+            )
+    fitted_loss, unscaled_loss = all_reduce(held_out_losses).tolist()
+    if fitted_loss >= unscaled_loss:
+        return 1.0
+    return float(f"{_minimize_loss(logits_NK, labels_N, all_reduce):.6g}")
+
+
+def _minimize_loss(
+    logits_NK: Tensor, labels_N: Tensor, all_reduce: Callable[[Tensor], Tensor]
+) -> float:
+    """Return the temperature, between 0.05 and 20, with the lowest cross-entropy.
+
+    The cross-entropy is convex in 1/T, so Newton's method between two bounds finds the minimum.
+    """
     lower_bound, upper_bound = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
     inverse_temperature = 1.0
     for _ in range(_MAX_ITERATIONS):
@@ -116,7 +157,7 @@ def fit_temperature(
         if abs(step - inverse_temperature) < 1e-12 * inverse_temperature:
             break
         inverse_temperature = step
-    return float(f"{1 / inverse_temperature:.6g}")
+    return 1 / inverse_temperature
 
 
 def _loss_derivatives(logits_NK: Tensor, labels_N: Tensor, inverse_temperature: float) -> Tensor:

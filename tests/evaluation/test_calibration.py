@@ -23,7 +23,7 @@ def sample_logits(
     return calibrated * scale, labels
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("scale", [0.3, 1.3, 4.0])
 def test_temperature_matches_scipys_minimum(scale: float) -> None:
     logits, labels = sample_logits(scale)
 
@@ -55,6 +55,16 @@ def test_temperature_stays_within_bounds_without_a_minimum() -> None:
     assert fit_temperature(200 * correct, labels) == 1
     assert fit_temperature(correct, (labels + 1) % 3) == pytest.approx(calibrate.MAX_TEMPERATURE)
     assert fit_temperature(torch.zeros(6, 3), labels[:6]) == 1
+
+
+def test_a_temperature_that_does_not_generalize_is_not_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(5).repeat(8)
+    logits = 6.0 * torch.nn.functional.one_hot(labels, 5) + torch.randn(40, 5, generator=generator)
+    logits[7] = logits[7].roll(1)  # one confident mistake among 40 images
+    assert fit_temperature(logits, labels) == 1
+    # eight times as many images with the same mistake rate: now the same fit is confirmed
+    assert abs(fit_temperature(logits.repeat(8, 1), labels.repeat(8)) - 1) > 0.05
 
 
 def test_large_split_is_subsampled_by_image_index(monkeypatch) -> None:

@@ -53,6 +53,14 @@ def test_whole_jobs(repository: Path, recipe: str) -> None:
 
 
 @pytest.mark.faults
+def test_spin_counts(repository: Path, recipe: str) -> None:
+    options = ("--spin-counts", "3000", "300000", "--repeats", "1")
+    rows = run_script(repository, "spin_count.py", recipe, *TINY, *options)
+    assert [row[0] for row in rows] == ["3000", "300000"]
+    assert all(float(row[3]) > 0 for row in rows)
+
+
+@pytest.mark.faults
 def test_losses(repository: Path, recipe: str) -> None:
     rows = run_script(repository, "losses.py", recipe, *TINY, "run.precision=fp32", "--steps", "40")
     assert [row[0] for row in rows] == ["20", "40"]

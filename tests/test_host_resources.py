@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from finetune import host_resources
-from finetune.host_resources import available_memory_bytes, num_cores, total_memory_bytes
+from finetune.host_resources import (
+    available_memory_bytes,
+    configure_openmp,
+    num_cores,
+    total_memory_bytes,
+)
 
 
 def test_available_memory_is_less_than_total_memory() -> None:
@@ -60,6 +66,54 @@ def test_the_cpu_quota_of_a_container_is_used(
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     assert num_cores() == cores
+
+
+@pytest.mark.parametrize(
+    "environment, spin_count, num_threads",
+    [
+        ({}, "3000", "1"),
+        ({"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "2"}, "7", "2"),
+        ({"OMP_WAIT_POLICY": "active"}, None, "1"),
+    ],
+    ids=["default", "set by the user", "wait policy of the user"],
+)
+def test_openmp_threads_of_a_command_sleep_soon_and_fit_the_quota(
+    tmp_path: Path, environment: dict[str, str], spin_count: str | None, num_threads: str
+) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    program = f"""
+import os
+from pathlib import Path
+from finetune import host_resources
+from finetune.cli.main import main
+host_resources.CGROUP_ROOT = Path({str(tmp_path)!r})
+os.sched_getaffinity = lambda process: set(range(8))
+main(["--version"])
+import torch
+assert torch.get_num_threads() == {num_threads}
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+    variables = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    inherited = {name: value for name, value in os.environ.items() if name not in variables}
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=inherited | environment,
+        check=True,
+    ).stdout
+    assert printed.splitlines()[-1] == str(spin_count)
+
+
+def test_a_program_that_has_loaded_torch_keeps_its_openmp_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch  # noqa: F401
+
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    configure_openmp()
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 STEPS = """

@@ -14,6 +14,7 @@ from finetune import process_lifecycle
 from finetune.cli import data, models, publishing, recipes, reproduction, training
 from finetune.cli.command import CommandGroup
 from finetune.cli.runner import EXIT_INTERRUPTED, reset_interrupt_handler, run
+from finetune.host_resources import configure_openmp
 
 __all__ = ["cli", "main"]
 
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments after `finetune`; None uses those of this process.
     Returns: the exit code.
     """
+    configure_openmp()
     exit_process = process_lifecycle.skip_interpreter_teardown() if arguments is None else None
     try:
         with process_lifecycle.defer_garbage_collection():

@@ -139,7 +139,7 @@ def install_hint(extra: str) -> str:
     """Return the command that installs an optional dependency, for an error message.
 
     Args:
-        extra: name of the pip extra, for example "weights".
+        extra: name of the pip extra, for example "export".
     """
     return f'run: pip install "finetune-vision[{extra}]" (in a checkout: pip install ".[{extra}]")'
 

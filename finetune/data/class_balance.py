@@ -139,7 +139,10 @@ class ClassSampler:
         self._images_by_class_N = np.lexsort((order_N, labels_N))  # sorted by class
 
     def epoch_draws(self, epoch: int) -> NDArray[np.int64]:
-        """Return the draws of an epoch, (N,): image index + N * cycle restarts in this epoch."""
+        """Return the draws of an epoch, (N,): image indices, plus N each time a class starts over.
+
+        So the draws of an epoch are distinct, and draw % N is the index of its image.
+        """
         counts_K, draws_K = self._counts_K, self._draws_K
         classes_N = np.repeat(np.arange(len(draws_K)), draws_K)
         start_K = epoch * draws_K % np.maximum(counts_K, 1) - (np.cumsum(draws_K) - draws_K)

@@ -142,7 +142,10 @@ def decode_batches(
     slots = _allocate_shared_memory(num_slots * slot_bytes).reshape(num_slots, slot_bytes)
 
     def decode_batch(task: tuple[int, NDArray[np.int64]]) -> tuple[int, list[Any], list[Any]]:
-        """Decode a batch into a slot; a shape stands for an image that is in the slot."""
+        """Decode a batch into a slot. Returns: the slot; the shape of each image; warnings.
+
+        An image that does not fit into the slot, or an error, is returned instead of the shape.
+        """
         slot, indices = task
         collect_warnings()
         free, sent = slots[slot], list[Any]()

@@ -56,7 +56,7 @@ class DistributedBatchSampler:
         return self._epoch_draws(epoch) % self.num_samples
 
     def _epoch_draws(self, epoch: int) -> NDArray[np.int64]:
-        """Return `epoch_order` plus multiples of num_samples, which give repeats different keys."""
+        """Return `epoch_order`, plus num_samples for each repeat: each draw needs its own key."""
         if epoch not in self._draws_by_epoch:
             # A batch may span two epochs, or more if it is larger than the split.
             self._draws_by_epoch = {e: o for e, o in self._draws_by_epoch.items() if e >= epoch - 1}

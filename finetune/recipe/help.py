@@ -114,7 +114,8 @@ def format_keys_help(topic: str = "") -> str:
         lines.append(f"  {row['key']}  ({row['type']}; {default})")
         lines.append(f"      {row['description']}")
     if len(rows) == 1 and rows[0]["key"] in ("data.train", "data.eval"):
-        lines += ["", "Operations, joined by ' | ':", format_operations_help()]
+        title = "Operations, joined by ' | ' in the order in which they run:"
+        lines += ["", title, format_operations_help()]
     elif not topic:
         lines += [
             "",

@@ -1,8 +1,8 @@
 """Plan the execution order and image sizes of transform operations (no torch here).
 
-Consecutive geometric operations are fused into one step, which costs one resampling. A pixel
-operation (rotation or color) after geometric operations that enlarge the image is moved before
-them, where it processes fewer pixels.
+Operations run in the written order. Consecutive geometric operations are fused into one step, which
+costs one resampling. Only the corruption of `finetune eval --corrupt` is moved: it corrupts the
+source pixels of an image that is then enlarged, as CIFAR-10-C does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plan_execution(
             current = size_after_operation(call, current, image_size)
             run.positions.append(position)
             run.sizes.append(current)
-        elif role == "pixels" and run is not None and run.enlarges:
+        elif call.name == "corrupt" and run is not None and run.enlarges:
             step = PlanStep([position], [run.sizes[0]], is_geometric=False)
             steps.insert(steps.index(run), step)
         elif role == "pixels":

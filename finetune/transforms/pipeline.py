@@ -4,13 +4,9 @@ Every operation processes a whole batch, with parameters drawn per sample. The r
 pure function of (sample key, position of the operation in the spec, draw index), so a sample gets
 the same augmentation in any batch, on any rank and after a resume.
 
-Execution order. Consecutive geometric operations (resize, crops, flips) are fused into one
-resampling. If they enlarge the image, a color operation or rotation written after them moves before
-them, which is the same work on fewer pixels; otherwise operations run in the written order
-(finetune.transforms.execution_plan). A moved operation processes the source image: contrast uses
-the mean gray value of the whole source even if a crop follows; a rotation turns around the center
-of the source, before any change of aspect ratio, and its nearest interpolation picks source pixels.
-Normalization, random_erasing, mixup and cutmix come last.
+Operations run in the written order, and consecutive geometric operations (resize, crops, flips) are
+fused into one resampling (finetune.transforms.execution_plan). Normalization, random_erasing, mixup
+and cutmix come last.
 
 Between operations, pixel values are float32 from 0 to 255 and are not rounded.
 

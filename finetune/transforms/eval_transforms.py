@@ -23,22 +23,22 @@ def default_eval_spec(preprocessing: Preprocessing) -> str:
 
     Source: timm/data/transforms_factory.py, transforms_imagenet_eval.
     """
-    height, width = preprocessing.image_size
-    resize_size = eval_resize_size(preprocessing)
-    is_squash = preprocessing.crop_mode == "squash"
-    resizes_shorter_side = height == width and not is_squash
-    resize = f"resize({resize_size[0]})" if resizes_shorter_side else f"resize({resize_size})"
-    if is_squash and resize_size == (height, width):
-        return resize
-    return f"{resize} | center_crop(({height}, {width}))"
+    size, resize_size = preprocessing.image_size, eval_resize_size(preprocessing)
+    if preprocessing.crop_mode == "border":
+        return f"resize({resize_size}, fit='contain') | center_crop({size}, fill='mean')"
+    if preprocessing.crop_mode == "squash":
+        resize = f"resize({resize_size})"
+        return resize if resize_size == size else f"{resize} | center_crop({size})"
+    is_square = resize_size[0] == resize_size[1]
+    resize = f"resize({resize_size[0]})" if is_square else f"resize({resize_size}, fit='cover')"
+    return f"{resize} | center_crop({size})"
 
 
 def eval_resize_size(preprocessing: Preprocessing) -> tuple[int, int]:
     """Return the size (height, width) in pixels to which images are resized before the crop."""
     height, width = preprocessing.image_size
-    # timm rounds down; 1e-6 keeps 32 / (32 / 36) at 36
     crop_pct = preprocessing.crop_pct
-    return math.floor(height / crop_pct + 1e-6), math.floor(width / crop_pct + 1e-6)
+    return math.floor(height / crop_pct), math.floor(width / crop_pct)
 
 
 def build_pipeline(
@@ -94,16 +94,26 @@ def spec_to_preprocessing(
     names = [call.name for call in calls]
     if names not in (["resize"], ["resize", "center_crop"]):
         return None
-    height, width = preprocessing.image_size
-    size = calls[0].arguments.get("size") or (height, width)
-    interpolation = calls[0].arguments.get("interpolation") or preprocessing.interpolation
-    if isinstance(size, int):
-        side, mode, keeps_ratio = size, "center", height == width
+    resize, fill = calls[0].arguments, calls[-1].arguments.get("fill")
+    size = resize["size"] or preprocessing.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    if (resize["fit"], fill) == ("contain", "mean"):
+        crop_mode = "border"
+    elif (resize["fit"], fill) == ("cover", None) and height != width:
+        crop_mode = "center"
+    elif (resize["fit"], fill) == (None, None):
+        crop_mode = "center" if isinstance(size, int) else "squash"
     else:
-        side, mode, keeps_ratio = size[0], "squash", size[0] * width == size[1] * height
-    if not keeps_ratio:
         return None
-    published = dataclasses.replace(
-        preprocessing, interpolation=interpolation, crop_pct=height / side, crop_mode=mode
-    )
-    return published if published.crop_pct <= 1 else None
+    exact = preprocessing.image_size[0] / height
+    # timm rounds down: 15 / (15 / 29) to 28, and with the float below 15 / 29 to 29
+    for crop_pct in (preprocessing.crop_pct, exact, math.nextafter(exact, 0)):
+        published = dataclasses.replace(
+            preprocessing,
+            interpolation=resize["interpolation"] or preprocessing.interpolation,
+            crop_pct=crop_pct,
+            crop_mode=crop_mode,
+        )
+        if crop_pct <= 1 and eval_resize_size(published) == (height, width):
+            return published
+    return None

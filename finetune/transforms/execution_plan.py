@@ -60,12 +60,15 @@ def plan_execution(
     for position, call in enumerate(calls):
         role = call.operation.role
         if role == "geometry":
-            if run is None:
+            has_fill = call.arguments.get("fill") is not None
+            if run is None or has_fill:
                 run = PlanStep([], [current], is_geometric=True)
                 steps.append(run)
             current = size_after_operation(call, current, image_size)
             run.positions.append(position)
             run.sizes.append(current)
+            if has_fill:  # a step of its own: no other padding is filled
+                run = None
         elif call.name == "corrupt" and run is not None and run.enlarges:
             step = PlanStep([position], [run.sizes[0]], is_geometric=False)
             steps.insert(steps.index(run), step)
@@ -90,11 +93,12 @@ def size_after_operation(
     """Return (height, width) after one geometric operation on an image of `size`.
 
     Raises: RecipeError if a random_crop is larger than the padded image.
+    Source: torchvision, transforms.v2.Resize; timm, data/transforms.py, ResizeKeepRatio.
     """
     if "size" not in call.arguments:
         return size
-    size_argument = call.arguments["size"]
-    if call.name == "resize" and isinstance(size_argument, int):
+    size_argument, fit = call.arguments["size"], call.arguments.get("fit")
+    if call.name == "resize" and isinstance(size_argument, int) and fit is None:
         height, width = size
         if height <= width:
             return size_argument, max(1, int(size_argument * width / height))
@@ -104,6 +108,10 @@ def size_after_operation(
     height, width = (
         size_argument if isinstance(size_argument, tuple) else (size_argument, size_argument)
     )
+    if fit is not None:
+        ratios = size[0] / height, size[1] / width
+        ratio = max(ratios) if fit == "contain" else min(ratios)
+        return max(1, round(size[0] / ratio)), max(1, round(size[1] / ratio))
     if call.name == "random_crop":
         padding = call.arguments["padding"]
         if height > size[0] + 2 * padding or width > size[1] + 2 * padding:

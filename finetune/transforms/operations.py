@@ -52,19 +52,24 @@ class Operation:
 _SIZE = Parameter("size", None, 1, MAX_IMAGE_SIDE)
 _PROBABILITY = Parameter("number", 0.5, 0, 1)
 _INTERPOLATION = Parameter("choice", None, choices=INTERPOLATIONS)
+_FIT = Parameter("choice", None, choices=("contain", "cover"))
 _WARP_INTERPOLATION = Parameter("choice", "nearest", choices=("nearest", "bilinear"))
 _JITTER = Parameter("symmetric_range", 0.0, 0, 100)
 _ASPECT_RATIO_BOUNDS = (0.001, 1000)  # aspect ratios are drawn in log space, so above 0
 
 OPERATIONS: dict[str, Operation] = {
     "resize": Operation(
-        "resize to the model's size; resize(n): shorter side to n; resize((h, w)): to h x w",
-        {"size": _SIZE, "interpolation": _INTERPOLATION},
+        "resize to the model's size; resize(n): shorter side to n; resize((h, w)): to h x w; with "
+        "fit, keep the aspect ratio: contain: at most as large as the size; cover: at least",
+        {"size": _SIZE, "interpolation": _INTERPOLATION, "fit": _FIT},
         "geometry",
         is_random=False,
     ),
     "center_crop": Operation(
-        "crop the center; zero-pad if the image is smaller", {"size": _SIZE}, "geometry", False
+        "crop the center; if the image is smaller, pad it with zeros, or with the mean color",
+        {"size": _SIZE, "fill": Parameter("choice", None, choices=("mean",))},
+        "geometry",
+        is_random=False,
     ),
     "random_crop": Operation(
         "pad each side with `padding` zeros, then crop at a random position",

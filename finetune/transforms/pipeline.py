@@ -103,6 +103,7 @@ class Pipeline:
         self.has_mixing = "mix" in self._roles
         self._scale = torch.tensor([1 / (255 * s) for s in std]).view(3, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(3, 1, 1)
+        self._mean_color = torch.tensor([float(round(255 * m)) for m in mean]).view(3, 1, 1)
         # {device: scale and shift on that device}
         self._normalization_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._plans: dict[HeightWidth, list[PlanStep]] = {}
@@ -183,7 +184,10 @@ class Pipeline:
             steps = self._plan_for(sizes_B2[row])
             order = tuple(position for step in steps for position in step.positions)
             groups.setdefault(order, []).append(row)
-            sizes = [step.sizes[1:-1] if step.is_geometric else step.sizes for step in steps]
+            sizes = [
+                step.sizes[step is steps[0] : -1] if step.is_geometric else step.sizes
+                for step in steps
+            ]
             canvas_sizes[row] = np.max([(0, 0), *itertools.chain(*sizes)], axis=0)
         for group in groups.values():
             part: list[int] = []
@@ -242,6 +246,7 @@ class Pipeline:
                 images = self._apply_pixel_operation(images, step.positions[0], keys, sizes)
                 continue
             rows, columns = self._fuse_operations([plan[index] for plan in plans], keys, sizes)
+            fill = self._calls[step.positions[0]].arguments.get("fill")
             if sizes is not None and isinstance(images, Tensor):
                 images = RaggedBatch.from_canvas(images, sizes)
             if isinstance(images, RaggedBatch):
@@ -250,11 +255,18 @@ class Pipeline:
             else:
                 images = select_pixels(images, rows, columns)
                 is_last = step is plans[0][-1]
-                if is_last and step.enlarges and not (rows.pads_result or columns.pads_result):
+                pads = fill is not None or rows.pads_result or columns.pads_result
+                if is_last and step.enlarges and not pads:
                     images, is_normalized = self._normalize(images), True  # before enlarging
                 images = resample(images.to(dtype if is_last else torch.float32), rows, columns)
             if rows.overshoots or columns.overshoots:
                 images = self._clamp_overshoot(images, is_normalized)
+            if fill is not None:
+                pad_rows, pad_columns = (
+                    axis.selections[-1].indices(images.device) < 0 for axis in (rows, columns)
+                )
+                is_padding = pad_rows[:, None, :, None] | pad_columns[:, None, None, :]
+                images = torch.where(is_padding, self._mean_color.to(images.device), images)
         if isinstance(images, RaggedBatch):
             images = unpack(images)
         return images if is_normalized else self._normalize(images)

@@ -98,7 +98,7 @@ class Selection:
             values[..., None]
             for values in (self.start, self.direction, self.valid_start, self.valid_end)
         )
-        outputs = np.arange(int(self.length))
+        outputs = np.arange(int(self.length.max()))
         is_valid = (outputs >= valid_start) & (outputs < valid_end)
         pixels = np.where(is_valid, start + direction * outputs, -1)
         return to_device(np.atleast_2d(pixels), device)

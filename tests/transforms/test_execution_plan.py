@@ -39,6 +39,9 @@ def test_operations_run_in_the_written_order(size: HeightWidth) -> None:
         ("resize(30)", (20, 10), (60, 30)),
         ("resize(33)", (50, 75), (33, 49)),  # int(33 * 75 / 50), as torchvision
         ("resize((5, 6))", (10, 20), (5, 6)),
+        ("resize(fit='contain')", (10, 20), (32, 64)),
+        ("resize(fit='cover')", (10, 20), (48, 96)),
+        ("resize(7, fit='contain')", (1, 90), (1, 7)),
         ("center_crop(7)", (10, 20), (7, 7)),
         ("random_crop((12, 24), padding=2)", (10, 20), (12, 24)),
         ("random_resized_crop", (10, 20), (48, 64)),

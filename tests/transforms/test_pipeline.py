@@ -234,6 +234,7 @@ TRANSFORM_SPECS = [
     "resize(40) | rotate(20, interpolation='bilinear') | center_crop",
     "resize(40) | rotate(20) | color_jitter(0.4, 0.4, 0.4, 0.1) | random_crop",
     "rand_augment(4) | resize | random_erasing(p=1.0)",
+    "resize(fit='contain') | center_crop(fill='mean') | flip",
 ]
 
 

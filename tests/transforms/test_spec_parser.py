@@ -20,7 +20,7 @@ def test_fills_in_every_argument() -> None:
         "resize | random_crop(32, padding=4) | rotate((-5, 10)) | mixup(0.2)"
     )
     assert [call.name for call in calls] == ["resize", "random_crop", "rotate", "mixup"]
-    assert calls[0].arguments == {"size": None, "interpolation": None}
+    assert calls[0].arguments == {"size": None, "interpolation": None, "fit": None}
     assert calls[1].arguments == {"size": 32, "padding": 4}
     assert calls[2].arguments == {"degrees": (-5, 10), "interpolation": "nearest"}
     assert calls[3].arguments == {"alpha": 0.2}

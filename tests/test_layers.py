@@ -12,4 +12,4 @@ def test_it_prints_every_arrow_and_finds_no_circle(repository: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     lines = done.stdout.splitlines()
     assert "  __main__ -> cli" in lines
-    assert lines[-2:] == ["circle: none", "arrows upwards: none"]
+    assert lines[-2:] == ["cycle: none", "imports of a higher layer: none"]

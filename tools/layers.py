@@ -1,8 +1,8 @@
-"""Print the packages of finetune, the arrows between them, circles, and arrows that point upwards.
+"""Print which packages of finetune import each other, and check the layering.
 
-An arrow is an import: "data -> hub" means that a module of finetune/data/ imports finetune/hub/.
-`ORDER` in tests/test_project.py lists the packages from the bottom layer to the top; a package may
-import only those before it. Exits with 1 if an import breaks this rule.
+"data -> hub" means that a module in finetune/data/ imports one in finetune/hub/. `ORDER` in
+tests/test_project.py lists the packages from the lowest layer to the highest; a package may import
+only packages listed before it. Exits with 1 on import cycles or if an import breaks this rule.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def collect_imports() -> dict[str, set[str]]:
     return targets
 
 
-def find_circle(targets: dict[str, set[str]]) -> list[str]:
-    """Return the packages that are part of a circle, or that import one."""
+def find_cycle(targets: dict[str, set[str]]) -> list[str]:
+    """Return the packages that are part of an import cycle, or that import one."""
     left = set(targets)
     while done := {package for package in left if not targets[package] & left}:
         left -= done
@@ -53,19 +53,19 @@ def main() -> int:
     packages = [name for name in ORDER if (PACKAGE / name).is_dir()]
     print(f"{len(packages)} packages:", *packages)
     print("single modules:", *(name for name in ORDER if name not in packages))
-    print(f"{sum(map(len, targets.values()))} arrows:")
+    print(f"{sum(map(len, targets.values()))} imports between packages:")
     for name in ORDER:
         print(f"  {name} ->", *sorted(targets[name], key=ORDER.index))
-    circle = find_circle(targets)
-    upwards = [
+    cycle = find_cycle(targets)
+    higher = [
         f"{name} -> {target}"
         for name in ORDER
         for target in sorted(targets[name], key=ORDER.index)
         if ORDER.index(target) > ORDER.index(name)
     ]
-    print("circle:", *(circle or ["none"]))
-    print("arrows upwards:", *(upwards or ["none"]))
-    return 1 if circle or upwards else 0
+    print("cycle:", *(cycle or ["none"]))
+    print("imports of a higher layer:", *(higher or ["none"]))
+    return 1 if cycle or higher else 0
 
 
 if __name__ == "__main__":

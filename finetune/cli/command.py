@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +95,7 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
             state = click.get_current_context().find_root().obj
             state["json"] = as_json
             _check_output_paths(arguments)
+            _check_torch_loads()
             with contextlib.redirect_stdout(sys.stderr):  # libraries may print
                 result = function(**arguments)
             if is_main_process():
@@ -126,6 +129,27 @@ def _debug_option() -> click.Option:
 def _enable_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         ctx.find_root().obj["debug"] = True
+
+
+def _check_torch_loads() -> None:
+    """With a limit on the address space, import torch in a copy of this process first.
+
+    One of its libraries ends the process with SIGABRT if it gets no memory while it is loaded.
+
+    Raises: ImportError if that happens.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or "torch" in sys.modules:
+        return
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(BaseException):
+            importlib.import_module("torch")
+        os._exit(0)
+    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+        raise ImportError("torch: Cannot allocate memory")
 
 
 def _check_output_paths(arguments: Mapping[str, Any]) -> None:

@@ -205,13 +205,14 @@ def test_an_interrupt_after_the_command_gives_no_traceback(
 
 
 def run_with_memory_limit(
-    mebibytes: int | None, *arguments: str
+    mebibytes: int | None, *arguments: str, python_path: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with a limit on its address space, as with `ulimit -v`."""
     limit = [] if mebibytes is None else ["prlimit", f"--as={mebibytes << 20}"]
     return subprocess.run(
         [*limit, sys.executable, "-m", "finetune", *arguments],
         cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(python_path)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -248,6 +249,17 @@ def test_too_little_memory_to_load_the_libraries(
         "too little memory to load the libraries (ulimit -v)",
         "5 (setup.memory) in one line, before anything is written",
     )
+
+
+@requires_prlimit
+def test_torch_that_aborts_while_it_is_loaded(tmp_path: Path, fault: Any) -> None:
+    """As one of its libraries does between two limits, which differ from build to build."""
+    (tmp_path / "torch.py").write_text("import os\nos.abort()")
+    result = run_with_memory_limit(1 << 20, "info", "vit_tiny", "--json", python_path=tmp_path)
+    error = json.loads(result.stdout)
+    assert (result.returncode, error["code"]) == (EXIT_CODES["setup"], "setup.memory")
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    fault("torch aborts for want of memory while it is loaded", "5 (setup.memory) in one line")
 
 
 @requires_prlimit

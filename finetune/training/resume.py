@@ -168,10 +168,10 @@ def _check_same_run(
             code="recipe.not_this_run",
         )
     sha256 = setup.built.provenance.get("sha256")
-    if setup.recipe.model.adapter is not None and record.get("weights_sha256") != sha256:
+    if (recorded_sha256 := record.get("weights_sha256")) != sha256:
         raise RecipeError(
-            f"{run.path}: its adapter was trained on different weights of "
-            f"{setup.recipe.model.name}; restore them, or choose another --out",
+            f"{run.path}: started from weights of {setup.recipe.model.name} with sha256 "
+            f"{recorded_sha256}, but they now have {sha256}; restore them, or choose another --out",
             code="recipe.not_this_run",
         )
     if changed_splits:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from logs import logged, logging_nothing
+from networks import write_timm_folder
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from small_datasets import write_image_folder
 from tar_shards import RangeServer, write_tar_shards
 
+from finetune.files import file_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record, write_record
@@ -83,6 +85,28 @@ def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path
         start(run, setup_from("there"), resume=True)
 
 
+def test_resume_refuses_other_pretrained_weights_under_the_same_name(
+    run: RunDir, tmp_path: Path
+) -> None:
+    def write_weights() -> str:
+        shutil.rmtree(tmp_path / "net", ignore_errors=True)
+        return file_sha256(write_timm_folder(tmp_path / "net") / "model.safetensors")
+
+    def setup() -> TrainingSetup:
+        return make_setup(
+            f"model.name={tmp_path / 'net'}", "model.pretrained=true", "model.args={}"
+        )
+
+    first = write_weights()
+    start(run, setup())
+    save(run, 2)
+    assert start(run, setup(), resume=True) == 2
+    second = write_weights()
+    with refused("recipe.not_this_run", tmp_path / "net", first, second):
+        start(run, setup(), resume=True)
+    assert read_record(run)["weights_sha256"] == first
+
+
 def test_resume_refuses_shards_from_another_server(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +164,7 @@ def test_run_is_finished_only_with_results_and_model(run: RunDir) -> None:
     write_record(run, {**record, "status": "done"})
     for name in ("config.json", "model.safetensors"):
         run.model_folder.mkdir(exist_ok=True)
-        (run.model_folder / name).touch()
+        (run.model_folder / name).write_text("{}")
     assert start(run, make_setup(), resume=True) is None
 
 
@@ -182,6 +206,6 @@ def test_run_with_quarantined_images_resumes_with_its_number_of_steps(run: RunDi
     run.write_json("results.json", {})
     run.model_folder.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (run.model_folder / name).touch()
+        (run.model_folder / name).write_text("{}")
     with logging_nothing():
         assert start(run, setup, resume=True) is None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    ConfigDict,
     Field,
     FiniteFloat,
     NonNegativeInt,
@@ -18,7 +17,6 @@ from pydantic import (
 )
 from typing_extensions import (
     NotRequired,
-    Required,
     TypedDict,
 )  # pydantic needs it before Python 3.12
 
@@ -29,7 +27,6 @@ from finetune.formatting import MISSING
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.integrity import MAX_LARGE_BYTES, read_regular_file
 
 __all__ = [
     "SPLIT_NAMES",
@@ -153,24 +150,6 @@ _FIELDS: Mapping[str, TypeAdapter[Any]] = {
 }
 
 
-class _LogLine(TypedDict, total=False):
-    """A line of metrics.jsonl; a metric is None if it was not finite."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-    step: Required[NonNegativeInt]
-    split: Required[str]
-    loss: FiniteFloat | None
-    top1: FiniteFloat | None
-    map: FiniteFloat | None
-    lr: FiniteFloat | None
-    images_per_second: FiniteFloat | None
-    seconds: FiniteFloat | None
-
-
-_LOG_LINE: TypeAdapter[Any] = TypeAdapter(_LogLine)
-
-
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -265,7 +244,7 @@ def read_run(path: Path) -> Run:
     """
     check_run_directory(path)
     record, results = _read_json(path, "run.json"), _read_json(path, "results.json")
-    history = _read_metrics_log(path / "metrics.jsonl")
+    history = RunDir(path).read_metrics()
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(
@@ -306,29 +285,6 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
             code="checkpoint.damaged",
         ) from None
     return content
-
-
-def _read_metrics_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl; skip the last line if it is truncated (a killed run)."""
-    try:
-        rows = read_regular_file(path, max_bytes=MAX_LARGE_BYTES).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); {_RESTORE_HINT}", code="checkpoint.damaged"
-        ) from error
-    lines: list[dict[str, Any]] = []
-    for line_number, row in enumerate(rows, 1):
-        try:
-            lines.append(_LOG_LINE.validate_json(row, strict=True))
-        except ValidationError:
-            if line_number < len(rows):
-                raise CheckpointError(
-                    f"{path}: line {line_number} does not contain metrics; {_RESTORE_HINT}",
-                    code="checkpoint.damaged",
-                ) from None
-    return lines
 
 
 # --- formatting ----------------------------------------------------------------------------------

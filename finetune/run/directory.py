@@ -28,9 +28,11 @@ from finetune.files import (
     file_sha256,
     fsync_file,
     fsync_folder,
+    open_regular_file,
     write_atomically,
 )
-from finetune.log import logger
+from finetune.formatting import pluralize
+from finetune.log import logger, warn_once
 from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
@@ -38,11 +40,10 @@ from finetune.run.integrity import (
     check_no_symlinks,
     load_json,
     open_lock_file,
-    read_metrics_file,
     remove_leftovers,
     remove_path,
 )
-from finetune.run.schema import check_json_types
+from finetune.run.schema import check_json_types, parse_metrics_line
 
 __all__ = ["RunDir", "format_json"]
 
@@ -178,14 +179,17 @@ class RunDir:
                 raise
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl, skipping damaged or truncated lines.
+        """Read metrics.jsonl; log a warning if it is gone or if damaged lines were skipped.
 
         Raises: CheckpointError if it is not a regular file, or cannot be read.
         """
         path = self.path / "metrics.jsonl"
         try:
-            return read_metrics_file(path)
+            with open_regular_file(path, max_bytes=MAX_LARGE_BYTES) as file:
+                lines = [parse_metrics_line(text) for text in file]
         except FileNotFoundError:
+            if self.checkpoint_steps() or (self.path / "results.json").exists():
+                warn_once(f"{path}: the file is missing; curves and claims lack its metrics")
             return []
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -193,6 +197,11 @@ class RunDir:
                 "--out",
                 code="checkpoint.damaged",
             ) from error
+        intact = [line for line in lines if line is not None]
+        if num_damaged := len(lines) - len(intact):
+            skipped = pluralize(num_damaged, "damaged line")
+            warn_once(f"{path}: skipped {skipped}; curves and claims lack their metrics")
+        return intact
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop the metrics of steps after `step`, because a resume from `step` repeats them."""

@@ -28,8 +28,6 @@ __all__ = [
     "check_no_symlinks",
     "load_json",
     "open_lock_file",
-    "parse_metrics_line",
-    "read_metrics_file",
     "read_regular_file",
     "remove_leftovers",
     "remove_path",
@@ -43,6 +41,7 @@ SPLIT_METRICS = {
     "multilabel": ("map", "macro_f1", "micro_f1", "loss", "examples"),
 }
 _MAX_DEPTH = 50
+_MAX_DIGITS = 20  # of an integer; arithmetic with larger ones may overflow a float
 _RUN_FILES = (
     *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
     *("training_images.json", "start.yaml", "lr_range.json"),
@@ -81,7 +80,9 @@ def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """
     text = read_regular_file(path, max_bytes=max_bytes).decode()
     try:
-        content = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
+        content = json.loads(
+            text, parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_int
+        )
     except RecursionError:
         content = None
     else:
@@ -97,6 +98,13 @@ def _parse_finite(text: str) -> float:
     return number
 
 
+def _parse_int(text: str) -> int:
+    """Parse an integer. Raises: ValueError if it has more digits than any that we write."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
 def _is_within_depth(content: Any, depth: int) -> bool:
     children = content.values() if isinstance(content, dict) else content
     return not isinstance(content, (dict, list)) or (
@@ -105,21 +113,6 @@ def _is_within_depth(content: Any, depth: int) -> bool:
             _is_within_depth(each, depth - 1) for each in children if isinstance(each, (dict, list))
         )
     )
-
-
-def read_metrics_file(path: Path) -> list[dict[str, Any]]:
-    """Read the intact lines of metrics.jsonl. Raises: same as `read_regular_file`."""
-    with open_regular_file(path, max_bytes=MAX_LARGE_BYTES) as file:
-        return [line for text in file if (line := parse_metrics_line(text)) is not None]
-
-
-def parse_metrics_line(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl. Returns: its content, or None if the line is damaged."""
-    try:
-        line = json.loads(text) if text.count(b"[") + text.count(b"{") < 100 else None
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 # Content of a folder ------------------------------------------------------------------------------

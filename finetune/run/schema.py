@@ -1,6 +1,6 @@
-"""The fields of run.json and results.json, and the check of their types when a file is read.
+"""The fields of run.json, results.json and metrics.jsonl, and the check of their types.
 
-Every field may be missing, because files are written step by step and by other versions. Unknown
+Most fields may be missing, because files are written step by step and by other versions. Unknown
 fields are kept.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+from pydantic import ConfigDict, Field, FiniteFloat, SkipValidation, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict  # pydantic needs it before Python 3.12
 
 from finetune.errors import CheckpointError
 
@@ -22,6 +22,7 @@ __all__ = [
     "SplitMetrics",
     "TeacherRecord",
     "check_json_types",
+    "parse_metrics_line",
 ]
 
 # strict: text is not parsed as a number, and True is not 1
@@ -108,6 +109,22 @@ class Results(TypedDict, total=False):
     warnings: list[str]
 
 
+class _MetricsLine(TypedDict, total=False):
+    """A line of metrics.jsonl; a metric is None if it was not finite."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    step: Required[_Count]
+    split: Required[Literal["train", "val"]]
+    loss: Required[FiniteFloat | None]
+    top1: FiniteFloat | None
+    map: FiniteFloat | None
+    lr: FiniteFloat | None
+    images_per_second: FiniteFloat | None
+    seconds: FiniteFloat | None
+
+
+_METRICS_LINE = TypeAdapter(_MetricsLine)
 _ADAPTERS: Mapping[str, TypeAdapter[Any]] = {
     "run.json": TypeAdapter(RunRecord),
     "results.json": TypeAdapter(Results),
@@ -141,3 +158,11 @@ def check_json_types(path: Path, content: Any) -> dict[str, Any]:
                 code="checkpoint.damaged",
             ) from None
     return content
+
+
+def parse_metrics_line(text: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics.jsonl. Returns: its content, or None if the line is damaged."""
+    try:
+        return cast(dict[str, Any], _METRICS_LINE.validate_json(text))
+    except ValidationError:
+        return None

@@ -51,12 +51,6 @@ class TestReadRun:
         assert run.metrics("test") == {}
         assert len(run.history) == 3
 
-    def test_truncated_last_line_is_skipped(self, tmp_path: Path) -> None:
-        path = write_run_dir(tmp_path / "run")
-        metrics = path / "metrics.jsonl"
-        metrics.write_text(metrics.read_text() + '{"step": 50, "spl')
-        assert read_run(path).history == metric_lines()
-
     def test_missing_metrics_file_gives_an_empty_history(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")
         (path / "metrics.jsonl").unlink()
@@ -109,15 +103,11 @@ class TestReadRun:
         with refused("checkpoint.damaged", path / "training_images.json", "rows.0.pictures.0"):
             read_run(path)
 
-    @pytest.mark.parametrize(
-        "line", ["{", "5", "{}", '{"step": "x", "split": "val"}', '{"step": NaN}', "\xff"]
-    )
-    def test_damaged_line_in_the_middle(self, tmp_path: Path, line: str) -> None:
+    def test_damaged_lines_are_skipped(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")
         metrics = path / "metrics.jsonl"
-        metrics.write_text(f"{line}\n{metrics.read_text()}", encoding="latin-1")
-        with refused("checkpoint.damaged", metrics, "line 1"):
-            read_run(path)
+        metrics.write_text(f'{{"step": 5}}\n{metrics.read_text()}{{"step": 50, "spl')
+        assert read_run(path).history == metric_lines()
 
     def test_lone_surrogates_are_read(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from logs import logged
@@ -17,6 +18,10 @@ from refusals import refused
 
 from finetune.errors import SetupError
 from finetune.run.directory import RunDir
+
+
+def metrics_line(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "split": "train", "loss": loss}
 
 
 def file_writer(text: str):
@@ -264,28 +269,39 @@ def test_leftovers_of_a_killed_process_with_the_same_pid_do_not_block_publishing
     run.publish_model(file_writer("b"), num_bytes=0)
 
 
-def test_metrics_ignore_a_truncated_line_and_drop_repeated_steps(run: RunDir) -> None:
+def test_metrics_drop_repeated_steps(run: RunDir) -> None:
     for step in (1, 2, 3):
-        run.append_metrics({"step": step, "loss": 0.5})
+        run.append_metrics(metrics_line(step, 0.5))
     run.close()
-    with (run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
     run.drop_metrics_after(2)
-    run.append_metrics({"step": 3, "loss": 0.25})
+    run.append_metrics(metrics_line(3, 0.25))
     assert run.read_metrics() == [
-        {"step": 1, "loss": 0.5},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "loss": 0.25},
+        metrics_line(1, 0.5),
+        metrics_line(2, 0.5),
+        metrics_line(3, 0.25),
     ]
 
 
-def test_damaged_metrics_line_does_not_affect_others(run: RunDir) -> None:
+def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir) -> None:
     for step in (1, 2):
-        run.append_metrics({"step": step})
-    path = run.path / "metrics.jsonl"
-    path.write_bytes(b"\xff\n[1]\n" + path.read_bytes().replace(b"\n", b"\n\0\n", 1))
-    assert [line["step"] for line in run.read_metrics()] == [1, 2]
+        run.append_metrics(metrics_line(step, 0.5))
+    path, lines = run.path / "metrics.jsonl", []
+    damaged = b"\xff\n[1]\n" + path.read_bytes().replace(b"\n", b"\n\0\n", 1) + b'{"step": 4, "lo'
+    path.write_bytes(damaged)
+    with logged(lines):
+        for _ in range(2):
+            assert [line["step"] for line in run.read_metrics()] == [1, 2]
+    assert [("4 damaged lines" in line, str(path) in line) for line in lines] == [(True, True)]
+
+
+def test_missing_metrics_are_reported_once_the_run_has_saved_something(run: RunDir) -> None:
+    lines: list[str] = []
+    with logged(lines):
+        assert run.read_metrics() == []
+        assert lines == []
+        run.save_checkpoint(1, file_writer("a"), num_bytes=0)
+        assert run.read_metrics() == []
+    assert [str(run.path / "metrics.jsonl") in line for line in lines] == [True]
 
 
 @pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
@@ -333,7 +349,7 @@ def test_has_model_needs_weights_and_config(run: RunDir) -> None:
     for name in ("config.json", "model.safetensors"):
         run.model_folder.mkdir(exist_ok=True)
         assert not run.has_model()
-        (run.model_folder / name).touch()
+        (run.model_folder / name).write_text("{}")
     assert run.has_model()
 
 

@@ -15,7 +15,6 @@ from finetune.run.integrity import (
     check_no_symlinks,
     load_json,
     open_lock_file,
-    parse_metrics_line,
     read_regular_file,
     remove_leftovers,
     remove_path,
@@ -73,12 +72,6 @@ def test_huge_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # sparse: uses no disk space
     with pytest.raises(ValueError, match="bytes are more than"):
         load_json(tmp_path / "file.json")
-
-
-def test_metrics_line_needs_an_integer_step() -> None:
-    assert parse_metrics_line(b'{"step": 1, "loss": 2}\n') == {"step": 1, "loss": 2}
-    for text in (b"", b"[1]", b'{"step": "1"}', b'{"st', b"\xff", b"[" * 100_000, b"{" * 100):
-        assert parse_metrics_line(text) is None
 
 
 # Recognizing run folders --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The types in run.json and results.json: edited files are refused, old ones are read."""
+"""The types in the files of a run: edited files are refused, old ones are read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from refusals import refused
 
 from finetune.run.directory import RunDir
+from finetune.run.schema import parse_metrics_line
 
 
 @pytest.mark.parametrize(
@@ -23,9 +24,9 @@ from finetune.run.directory import RunDir
         ("run.json", {"plan": {"steps": True}}, "plan.steps"),
         ("run.json", {"plan": {"steps": 4.0}}, "plan.steps"),
         ("run.json", {"plan": {"steps": 0}}, "plan.steps"),
-        ("run.json", {"plan": {"steps": 10**400}}, "plan.steps"),
+        ("run.json", {"plan": {"steps": 10**19}}, "plan.steps"),
         ("run.json", {"plan": {"steps_per_epoch": -1.0}}, "plan.steps_per_epoch"),
-        ("run.json", {"plan": {"steps_per_epoch": 10**400}}, "plan.steps_per_epoch"),
+        ("run.json", {"plan": {"steps_per_epoch": 1e300}}, "plan.steps_per_epoch"),
         ("run.json", {"plan": {"weights": 3}}, "plan.weights"),
         ("run.json", {"plan": {"trainable_parameters": "all"}}, "plan.trainable_parameters"),
         ("run.json", {"split_fingerprints": 7}, "split_fingerprints"),
@@ -35,7 +36,7 @@ from finetune.run.directory import RunDir
         ("results.json", {"test": 3}, "test"),
         ("results.json", {"test": {"top1": "high"}}, "test.top1"),
         ("results.json", {"test": {"top1": True}}, "test.top1"),
-        ("results.json", {"val": {"loss": 10**400}}, "val.loss"),
+        ("results.json", {"val": {"loss": 1e300}}, "val.loss"),
         ("results.json", {"claims": [3]}, "claims.0"),
         ("results.json", {"warnings": "none"}, "warnings"),
         ("results.json", {"steps": 1.5}, "steps"),
@@ -53,7 +54,9 @@ def test_value_of_the_wrong_type_is_named(
 
 
 @pytest.mark.parametrize("name", ["run.json", "results.json", "other.json"])
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "", '{"a": NaN}', "{" * 200])
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "null", '"x"', "", '{"a": NaN}', f'{{"a": 1{"0" * 400}}}', "{" * 200]
+)
 def test_what_is_no_json_object_is_refused(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with refused("checkpoint.damaged", name):
@@ -71,3 +74,29 @@ def test_missing_and_unknown_keys_and_null_splits_are_accepted(tmp_path: Path) -
     ):
         (tmp_path / name).write_text(json.dumps(content))
         assert RunDir(tmp_path).read_json(name) == content
+
+
+INTACT_LINE = {"step": 1, "split": "train", "loss": 2.5, "top1": None, "lr": 1, "newer": [1]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"step": None}, {"step": "1"}, {"step": 1.5}, {"step": -1}, {"step": 10**400}),
+        *({"split": None}, {"split": "trbin"}, {"loss": "2"}, {"loss": 10**400}, {"lr": "x"}),
+    ],
+)
+def test_damaged_metrics_line_is_none(changes: dict[str, Any]) -> None:
+    assert parse_metrics_line(json.dumps(INTACT_LINE).encode()) == INTACT_LINE
+    assert parse_metrics_line(json.dumps({**INTACT_LINE, **changes}).encode()) is None
+
+
+@pytest.mark.parametrize("key", ["step", "split", "loss"])
+def test_metrics_line_needs_step_split_and_loss(key: str) -> None:
+    line = {name: value for name, value in INTACT_LINE.items() if name != key}
+    assert parse_metrics_line(json.dumps(line).encode()) is None
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b'{"st', b"\xff", b"NaN", b"[" * 9999, b"{" * 100])
+def test_metrics_line_that_is_no_json_object_is_none(text: bytes) -> None:
+    assert parse_metrics_line(text) is None

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
-    "HUB_TOKEN",
     "CheckpointError",
     "DataError",
     "DivergedError",
@@ -22,16 +21,27 @@ __all__ = [
     "WeightsError",
     "did_you_mean",
     "escape_control_chars",
+    "holds_secret",
     "install_hint",
     "is_out_of_memory",
     "redact_secrets",
+    "redact_urls",
 ]
 
 _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
 )
-HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-_URL_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s'\"]+(?=@)")
+# the query, without punctuation of the sentence around the URL
+_URL_QUERY = re.compile(r"(https?://[^?\s'\"<>]*)\?[^\s'\"<>]*[^\s'\"<>:;,.)\]}]")
+# credentials that have a known form: in the query of a URL, or anywhere
+_CREDENTIAL = re.compile(
+    r"(?i:https?://[^\s'\"<>]*[?&;][\w.-]*"
+    r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w)"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}|\bgithub_pat_\w{30}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
 # messages of the dynamic loader
 _LOADER_OUT_OF_MEMORY = ("failed to map segment", "Cannot allocate memory")
 # messages of torch on a GPU, of NVIDIA's libraries, and of torch on a CPU
@@ -48,7 +58,7 @@ class FinetuneError(Exception):
     """An error that the user can fix; the message says what is wrong, why, and how to fix it.
 
     Args:
-        message: text for the user; its wording may change.
+        message: text for the user; its wording may change. Secrets in it are redacted.
         code: identifier for programs and tests, "family.cause", such as "weights.truncated". It
             does not change between releases. None uses the family alone, such as "weights".
     """
@@ -58,7 +68,7 @@ class FinetuneError(Exception):
     printed_by_other_rank = False  # True if another rank of the launch prints this error
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(redact_secrets(message))
         if code is not None:
             self.code = code
 
@@ -162,14 +172,35 @@ def redact_secrets(text: str) -> str:
 
     Secrets are: the values of environment variables whose name contains TOKEN, SECRET, PASSW,
     API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; any word
-    that looks like a Hub token; and the user info before the @ of a URL.
+    that looks like a Hub token; and what `redact_urls` replaces.
 
     Args:
         text: a message, a traceback or a command-line argument.
     """
     for secret in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _URL_USER_INFO.sub("***", HUB_TOKEN.sub("***", text))
+    return redact_urls(_HUB_TOKEN.sub("***", text))
+
+
+def redact_urls(text: str) -> str:
+    """Replace passwords and queries in URLs with ***: a query may hold a token or a signature.
+
+    Args:
+        text: a text or a data source.
+    """
+    return _URL_QUERY.sub(r"\1?***", _URL_USER_INFO.sub("***", text))
+
+
+def holds_secret(text: str) -> bool:
+    """Return True if a text that will be published holds a secret.
+
+    Unlike `redact_secrets`, this accepts a URL with a query, unless a parameter is named like a
+    secret. It also recognizes some tokens of other services and private keys.
+    """
+    patterns = (_HUB_TOKEN, _URL_USER_INFO, _CREDENTIAL)
+    return any(secret in text for secret in _known_secrets()) or any(
+        pattern.search(text) for pattern in patterns
+    )
 
 
 def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from finetune.errors import escape_control_chars
+from finetune.errors import escape_control_chars, redact_secrets
 from finetune.ranks import is_main_process
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "logger",
     "print_messages",
     "quiet",
+    "redact_record",
     "redirect_closed_terminal",
     "warn_once",
 ]
@@ -57,8 +58,15 @@ class _ConsoleHandler(logging.Handler):
                 raise
 
 
+def redact_record(record: logging.LogRecord) -> bool:
+    """Redact secrets in a log record, for `addFilter`. Returns: True, to keep the record."""
+    record.msg, record.args = redact_secrets(record.getMessage()), ()
+    return True
+
+
 _console = _ConsoleHandler()
 logger.addHandler(_console)
+logger.addFilter(redact_record)
 if logger.level == logging.NOTSET:  # the importing program may have set a level before
     logger.setLevel(logging.INFO)
 

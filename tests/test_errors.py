@@ -58,9 +58,13 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "token").write_text("the-token-of-the-login\n")
     redacted = errors.redact_secrets(
         "a-secret-of-the-environment https://me:word@host/x the-token-of-the-login false "
-        "hf_abcdefghijklmnopqrstuvwxyz"
+        "hf_abcdefghijklmnopqrstuvwxyz 'https://me:p@ss@host/x.tar?a=b&sig=c,d==': gone; is it /x?"
     )
-    assert redacted == "*** https://***@host/x *** false ***"
+    assert redacted == (
+        "*** https://***@host/x *** false *** 'https://***@host/x.tar?***': gone; is it /x?"
+    )
+    assert errors.redact_secrets(redacted) == redacted
+    assert str(errors.DataError("https://me:word@host/x?sig=y")) == "https://***@host/x?***"
 
 
 @pytest.mark.parametrize(

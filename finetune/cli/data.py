@@ -7,7 +7,7 @@ import click
 from finetune.cli.command import CommandGroup, CommandResult, command
 from finetune.cli.output import format_nested
 from finetune.cli.shared_arguments import source_argument
-from finetune.errors import DataError
+from finetune.errors import DataError, redact_urls
 
 __all__ = ["data"]
 
@@ -69,7 +69,7 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
             code="data.unreadable",
         )
     lines = [f"{row['split']}: {row['name']}: {row['error']}" for row in unreadable]
-    text = "\n".join(lines) or f"{source}: every image can be read"
+    text = "\n".join(lines) or f"{redact_urls(source)}: every image can be read"
     return CommandResult(unreadable, text, error)
 
 

@@ -142,7 +142,7 @@ def _report_error(error: FinetuneError, state: dict[str, bool]) -> int:
     """
     # Ignore SIGTERM until the message is printed: launchers send it once another rank has ended.
     previous_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    message = escape_control_chars(redact_secrets(str(error)))
+    message = escape_control_chars(str(error))
     if state.get("debug"):
         click.echo(redact_secrets(traceback.format_exc()), err=True, nl=False)
         click.echo(f"error code: {error.code}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 from finetune import process_lifecycle
 from finetune.cli.command import CommandResult, command
 from finetune.cli.output import format_nested, format_next_steps, format_results
-from finetune.errors import RecipeError, SetupError, escape_control_chars
+from finetune.errors import RecipeError, SetupError, escape_control_chars, redact_urls
 from finetune.log import logger
 from finetune.recipe.paths import check_recipe_or_source, is_data_source, resolve_data_source
 
@@ -49,6 +50,8 @@ def train(
         run = run or Path("runs") / default_run_name(recipe)
         if not (resume and (run / "recipe.yaml").is_file()):
             return _train_source(recipe, overrides, run, dry_run=dry_run)
+        if redact_urls(recipe) != recipe:  # the run does not store passwords and signatures
+            overrides = (f"data.source={json.dumps(resolve_data_source(recipe))}", *overrides)
         recipe = str(run)
     if resume and (Path(recipe) / "recipe.yaml").is_file():
         recipe = str(Path(recipe) / "recipe.yaml")
@@ -98,7 +101,8 @@ def _train_source(
 
 def default_run_name(source: str) -> str:
     """Return the default run name for a data source: its file name, as a valid folder name."""
-    last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    last = redact_urls(source).rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    last = last.removesuffix("?***")
     return re.sub(r"[*?{}\[\],]", "", Path(last).stem).strip(".-") or "run"
 
 
@@ -131,4 +135,6 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> CommandRe
     if out:
         write_atomically(Path(out), created.yaml_text)
     next_step = f"\n{out}\ntrain it: finetune train {out}" if out else ""
-    return CommandResult(created.recipe.model_dump(), f"{created.yaml_text.rstrip()}{next_step}")
+    return CommandResult(
+        created.recipe.redacted().model_dump(), f"{created.yaml_text.rstrip()}{next_step}"
+    )

@@ -7,6 +7,7 @@ take less memory or time are then measured in the same way, while time is left.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -124,7 +125,8 @@ def _measure_change(
         runs out.
     """
     try:
-        changed = parse_recipe(recipe.to_yaml(), overrides=[change])
+        source = f"data.source={json.dumps(recipe.data.source)}"  # `to_yaml` redacts it
+        changed = parse_recipe(recipe.to_yaml(), overrides=[source, change])
         with quiet():
             measured, _ = _measure_recipe(changed, on_step, seconds=seconds)
     except FinetuneError:

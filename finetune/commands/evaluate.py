@@ -20,7 +20,7 @@ from finetune.data.from_recipe import open_data, open_full_data, resolve_data_se
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore, build_pixel_store
 from finetune.data.source import Source, Split
-from finetune.errors import DataError, RecipeError, did_you_mean
+from finetune.errors import DataError, RecipeError, did_you_mean, redact_urls
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
@@ -113,7 +113,7 @@ def evaluate_model(
     unreadable_policy = {} if recipe is None else {"unreadable": recipe.data.unreadable}
     section = section.model_copy(update={"task": TASKS[built.multilabel], **unreadable_policy})
     accelerator = create_run_accelerator(recipe)
-    is_training_data = recipe is not None and section.source == recipe.data.source
+    is_training_data = recipe is not None and redact_urls(section.source) == recipe.data.source
     source, split = _open_split(
         section,
         split,
@@ -158,7 +158,7 @@ def evaluate_model(
         )
     return {
         "model": model,
-        "data": section.source,
+        "data": redact_urls(section.source),
         "split": split,
         **result,
         "class_names": class_names,

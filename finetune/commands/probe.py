@@ -19,7 +19,7 @@ from finetune.commands.evaluate import check_split_name
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
-from finetune.errors import DataError, RecipeError
+from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.evaluation.feature_extraction import (
     Features,
     feature_identity,
@@ -108,7 +108,7 @@ def probe_model(
     identity, features, columns = _extract_features(
         model, task, accelerator, include_val, linear_sgd
     )
-    header = {"model": model, "data": task.section.source, "split": task.split}
+    header = {"model": model, "data": redact_urls(task.section.source), "split": task.split}
     if not features:
         return {**header, "shots": {}}
     metrics = _compute_metrics(

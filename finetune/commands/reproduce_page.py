@@ -143,7 +143,7 @@ def _runs_table(
         name = "mAP " if entry_result.runs[0].is_multilabel else ""
         num_images = [row.get("examples") for row in metrics]
         seconds = [run.metrics("train").get("seconds") for run in entry_result.runs]
-        planned_source = load_entry_recipe(entry_result.entry, path).data.source
+        planned_source = load_entry_recipe(entry_result.entry, path).redacted().data.source
         rows.append(
             [
                 f"`{entry_result.entry.name}`",
@@ -195,7 +195,7 @@ def _probe_table(entry_results: Sequence[EntryResult], path: Path) -> list[str]:
     for entry_result, settings, probe_result in probed:
         assert settings is not None
         name = f"`{entry_result.entry.name}`: `{probe_result['model']}`, "
-        cells = [name + load_entry_recipe(entry_result.entry, path).data.source]
+        cells = [name + load_entry_recipe(entry_result.entry, path).redacted().data.source]
         expected = dict(zip(settings.shots, settings.expected, strict=False))
         for count in shots:
             text = _format_percent_mean(probe_result["shots"].get(count, {}).get("seeds", ()))

@@ -25,7 +25,7 @@ from finetune.commands.contact_sheet import (
 from finetune.data.decode_split import estimate_common_size
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
-from finetune.errors import DataError
+from finetune.errors import DataError, redact_urls
 from finetune.files import check_output_file
 from finetune.formatting import pluralize
 from finetune.precision import DTYPES, resolve_precision
@@ -71,7 +71,9 @@ def show_source(
     if len(loaded_source.class_names) > len(rows):
         subtitle_parts.append(f"showing the first {len(rows)} classes")
     save_sheet(
-        draw_image_rows(rows, title=loaded_source.name, facts=subtitle_parts), path, option=option
+        draw_image_rows(rows, title=redact_urls(loaded_source.name), facts=subtitle_parts),
+        path,
+        option=option,
     )
     return path
 
@@ -150,7 +152,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
     height, width = setup.preprocessing.image_size
     sheet = draw_image_rows(
         strips,
-        title=f"{recipe.model.name} on {recipe.data.source}",
+        title=f"{recipe.model.name} on {redact_urls(recipe.data.source)}",
         facts=[f"network input {width} × {height} pixels", setup.train_pipeline.transform_spec],
         column_titles=["decoded", *(epochs if is_augmented else ["every epoch"]), "evaluation"],
     )

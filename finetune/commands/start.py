@@ -30,7 +30,7 @@ from finetune.data.class_balance import count_images_per_class
 from finetune.data.decode_split import sample_image_sizes
 from finetune.data.from_recipe import open_data
 from finetune.data.source import Source
-from finetune.errors import DataError, Interrupted, RecipeError, is_out_of_memory
+from finetune.errors import DataError, Interrupted, RecipeError, is_out_of_memory, redact_urls
 from finetune.evaluation.claims import primary_metric
 from finetune.files import write_atomically
 from finetune.formatting import pluralize, printable_path
@@ -85,7 +85,7 @@ class StartResult:
 
     Attributes:
         recipe: the recipe, ready for `train`.
-        yaml_text: the recipe as YAML, with reasons as comments.
+        yaml_text: the recipe as YAML, with reasons as comments and without secrets in URLs.
         lr_range: the LR range test that chose the learning rate; None if it was skipped because
             the run is too short or the user set optim.lr.
     """
@@ -249,7 +249,7 @@ class _RecipeBuilder:
         }
         yaml_text = _format_yaml(name, sections, requested)
         recipe = parse_recipe(yaml_text, name=f"recipe for {name}", overrides=self.other_overrides)
-        return StartResult(recipe, yaml_text)
+        return StartResult(recipe, redact_urls(yaml_text))
 
 
 def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tuple[Strategy, str]:

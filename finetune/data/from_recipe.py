@@ -13,7 +13,7 @@ from finetune.data.splits import (
     select_classes,
     subsample,
 )
-from finetune.errors import DataError, RecipeError
+from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 
@@ -63,7 +63,10 @@ def resolve_data_section(
     if recipe is not None and (
         data is None or _normalize_source(data) == _normalize_source(recipe.data.source)
     ):
-        return recipe.data, recipe.run.seed
+        section = recipe.data
+        if data is not None and redact_urls(data) != data:  # the run stores no whole URL
+            section = section.model_copy(update={"source": data})
+        return section, recipe.run.seed
     if data is None:
         raise RecipeError(
             f"{model}: not a run directory, so its dataset is unknown; set --data",
@@ -74,10 +77,13 @@ def resolve_data_section(
 
 
 def _normalize_source(source: str) -> str:
-    """Make the path of a source absolute, so that folder:photos equals folder:./photos/."""
+    """Make the path of a source absolute, and redact URLs.
+
+    So folder:photos equals folder:./photos/, and a URL equals the same URL with a new signature.
+    """
     kind, _, path = source.partition(":")
     if kind not in ("folder", "csv", "parquet"):
-        return source
+        return redact_urls(source)
     return f"{kind}:{os.path.abspath(os.path.expanduser(path))}"
 
 

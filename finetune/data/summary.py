@@ -9,6 +9,7 @@ import numpy as np
 from finetune.data.class_balance import count_images_per_class, describe_imbalance
 from finetune.data.decode_split import sample_image_sizes
 from finetune.data.source import Source
+from finetune.errors import redact_urls
 
 __all__ = ["summarize_source"]
 
@@ -38,7 +39,7 @@ def summarize_source(source: Source) -> dict[str, Any]:
     train = np.array(splits.get("train", {}).get("per_class", [0]))
     rare = describe_imbalance(train, source.class_names)
     summary: dict[str, Any] = {
-        "name": source.name,
+        "name": redact_urls(source.name),
         "description": source.description,
         "class_names": source.class_names,
         "splits": splits,

@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import parse_ratelimit_headers
 
 from finetune.errors import FinetuneError, HubError, redact_secrets
-from finetune.log import warn_once
+from finetune.log import redact_record, warn_once
 
 __all__ = [
     "HubFileNotFoundError",
@@ -332,11 +332,5 @@ def call_hub(display_name: str, function: Callable[..., T], *args: Any, **option
         raise HubError(f"{display_name}: {error}; try again later", code=error.code) from None
 
 
-def _shorten_urls(record: logging.LogRecord) -> bool:
-    """Remove query strings from URLs in log records: huggingface_hub warns with signed URLs."""
-    record.msg, record.args = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", record.getMessage()), ()
-    return True
-
-
 for _handler in logging.getLogger("huggingface_hub").handlers:
-    _handler.addFilter(_shorten_urls)
+    _handler.addFilter(redact_record)  # it warns with signed URLs

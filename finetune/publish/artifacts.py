@@ -161,6 +161,8 @@ def publishable_recipe(recipe: Recipe) -> Recipe:
 
 def _drop_folders(source: str) -> str:
     """Drop the parent folders of a local source; names on the Hub are unchanged."""
+    if "://" in source:
+        source = source.partition("?")[0]  # a query selects or signs a file, and is no name
     kind, colon, rest = source.partition(":")
     if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
         return source

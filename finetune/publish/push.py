@@ -21,7 +21,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from finetune import __version__
-from finetune.errors import HubError, Interrupted
+from finetune.errors import HubError, Interrupted, redact_urls
 from finetune.log import logger
 from finetune.process_lifecycle import handle_interrupts
 from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
@@ -106,7 +106,7 @@ def push(
     sent = _upload_in_subprocess(job)
     return {
         "repository": repository,
-        "url": f"{constants.ENDPOINT}/{repository}",
+        "url": redact_urls(f"{constants.ENDPOINT}/{repository}"),
         "commit": sent["commit"],
         "changed": sent["changed"],
         "revision": job.branch,

@@ -12,7 +12,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-from finetune.errors import HUB_TOKEN, CheckpointError, HubError, WeightsError
+from finetune.errors import CheckpointError, HubError, WeightsError, holds_secret
 from finetune.hub.client import call_hub, redact
 from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
@@ -110,7 +110,7 @@ def check_weights(files: Mapping[str, Path]) -> None:
 
 
 def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: Path) -> None:
-    """Check that the files and the commit message contain no token and no local path.
+    """Check that the files and the commit message contain no secret and no local path.
 
     Raises: HubError.
     """
@@ -125,15 +125,17 @@ def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: P
     token = get_token()
     for name, content in contents.items():
         text = content.decode("utf-8", "replace")
-        if HUB_TOKEN.search(text) or (token and token in text):
+        if holds_secret(text) or (token and token in text):
             raise HubError(
-                f"{name}: contains a hub token; remove it, and create a new token",
+                f"{name}: contains a token, password, private key or signed URL; remove it, and "
+                "replace it with a new one",
                 code="hub.holds_secret",
             )
         for folder in sorted(folders - {"/"}, key=len, reverse=True):
             for spelling in (folder, json.dumps(folder)[1:-1]):
-                # a path that is part of a longer name or of a URL is allowed
-                if re.search(rf"(?<![\w./~-]){re.escape(spelling)}(?![\w-])", text):
+                # a path that is part of a longer name or of a web URL is allowed
+                start = r"(?:(?<![\w./~-])|(?<=file://)|(?<=file://localhost))"
+                if re.search(rf"{start}{re.escape(spelling)}(?![\w-])", text):
                     raise HubError(
                         f"{name}: contains the local path {folder}, which should stay private; "
                         "remove it, then push again",

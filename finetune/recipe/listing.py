@@ -31,7 +31,7 @@ def summarize_recipe_folder(folder: str | Path) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"path": str(path), "valid": False, "model": None, "source": None}
         try:
-            recipe = load_recipe(path)
+            recipe = load_recipe(path).redacted()
         except RecipeError:
             row["summary"] = f"invalid; see: finetune recipes check {path}"
         else:

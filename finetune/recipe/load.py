@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from finetune.errors import RecipeError, redact_secrets
+from finetune.errors import RecipeError, holds_secret
 from finetune.recipe import strict_yaml as recipe_yaml
 from finetune.recipe.schema import (
     Claim,
@@ -68,8 +68,7 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     for override in overrides:
         apply_override(document, override, Recipe)
     recipe = validate_document(document, Recipe)
-    written = recipe.to_yaml()
-    if redact_secrets(written) != written:
+    if holds_secret(recipe.to_yaml()):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "
             "would publish; remove it, and replace it with a new token or password (the Hub token "

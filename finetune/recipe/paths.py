@@ -144,6 +144,12 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     if kind == "embedded" and path not in EMBEDDED_DATASETS:
         message = f"{typed}: no such embedded dataset{did_you_mean(path, EMBEDDED_DATASETS)}"
         raise DataError(message, code="data.wrong_source")
+    if "://***@" in path or "?***" in path:
+        raise DataError(
+            f"{typed}: this address was stored without its password or query; give the whole "
+            "address, with data.source=ADDRESS or --data ADDRESS",
+            code="data.redacted",
+        )
     is_pattern = kind == "tar" and ("{" in path or "://" in path)
     if not SOURCE_KINDS[kind].is_local or "\0" in path or is_pattern:
         return

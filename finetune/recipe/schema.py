@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
+from finetune.errors import redact_urls
 from finetune.recipe import strict_yaml as recipe_yaml
 from finetune.recipe.field_types import (
     AdamBetas,
@@ -740,9 +741,18 @@ class Recipe(Section):
             return {**values, "run": {"best": "val.map", **run}}
         return values
 
+    def redacted(self) -> Recipe:
+        """Return a copy with passwords and queries in the URLs of `data.source` redacted."""
+        data = self.data.model_copy(update={"source": redact_urls(self.data.source)})
+        return self.model_copy(update={"data": data})
+
     def to_yaml(self) -> str:
-        """Format the recipe as YAML with every key; loading the YAML gives an equal recipe."""
-        data = self.model_dump(exclude={"distill"} if self.distill is None else None)
+        """Format the recipe as YAML with every key.
+
+        Loading the YAML gives an equal recipe, except that `data.source` is redacted.
+        """
+        excluded = {"distill"} if self.distill is None else None
+        data = self.redacted().model_dump(exclude=excluded)
         data["claims"] = [
             {key: item for key, item in claim.items() if item is not None}
             for claim in data["claims"]

@@ -27,8 +27,11 @@ _NON_TRAINING_KEYS: dict[str, Any] = {
 
 
 def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return {section: {key: value}} of the keys that determine the trained weights."""
-    sections: dict[str, dict[str, Any]] = recipe.model_dump(exclude=_NON_TRAINING_KEYS)
+    """Return {section: {key: value}} of the keys that determine the trained weights.
+
+    `data.source` is redacted, so a URL with another signature is the same source.
+    """
+    sections: dict[str, dict[str, Any]] = recipe.redacted().model_dump(exclude=_NON_TRAINING_KEYS)
     # Training replaces null with "keep" or "zeros" in a run's recipe; elsewhere, null counts as
     # "zeros".
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"

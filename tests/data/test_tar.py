@@ -347,7 +347,7 @@ class TestHttpServer:
         ):
             with refused(code, expected_text) as caught:
                 open_source(f"tar:{name}")
-            assert "secret" not in str(caught.value).replace(f"tar:{name}", "")
+            assert "secret" not in str(caught.value)
 
     def test_a_signal_stops_waiting_for_a_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The signal stops all shards, and no thread keeps the process alive."""

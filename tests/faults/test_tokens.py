@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
+from tar_shards import RangeServer, write_tar_shards
 
 from finetune.cli import main as cli
 from finetune.errors import redact_secrets
@@ -194,6 +195,40 @@ def test_no_secret_in_a_push(
         "Tokens: push, while the hub echoes the request's header in its errors",
         PROMISE,
         f"{run_command.count} pushes",
+    )
+
+
+def test_no_secret_from_a_signed_url(
+    run_command: CommandRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    """A run does not store the URL; it resumes with another signature of the same file."""
+    disable_plots(monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    shards = write_tar_shards(tmp_path / "shards")
+    text = tiny_recipe_text("eval: resize, batch_size: 4", optim="lr: 3e-3, steps: 2")
+    Path("net.yaml").write_text(text)
+    with RangeServer(shards) as server:
+        address = server.url.replace("//", f"//me:{URL_PASSWORD}@")
+        name = f"{address}/set-{{train-0000,train-0001,test-0000}}.tar"
+        sources = [f"tar:{name}?X-Amz-Signature={secret}" for secret in OTHER_SECRETS.values()]
+        data = f"data.source={sources[0]}"
+        monkeypatch.setattr(sys, "argv", ["finetune", "train", "net.yaml", data])
+        constant_lr = ["optim.schedule=constant", "--out", "run"]
+        run_command("train", "net.yaml", data, *constant_lr)
+        longer = ["optim.steps=3", "--resume", *constant_lr]
+        run_command("train", "run", f"data.source={sources[1]}", *longer)
+        run_command("eval", "run", code=3)
+        run_command("eval", "run", "--data", sources[2])
+        run_command("report", "run")
+        run_command("start", sources[3], "model.freeze=backbone", "optim.lr=1", "--out", "s.yaml")
+        run_command("data", "info", sources[0].replace("set-", "no-"), code=3)
+    files = check_no_secrets(tmp_path)
+    assert "?***" in (tmp_path / "run" / "recipe.yaml").read_text()
+    fault(
+        "A password and a signature in the URL of tar shards: train, resume, eval, start",
+        PROMISE,
+        f"{run_command.count} command lines, {files} files searched",
     )
 
 

@@ -193,4 +193,4 @@ def test_log_lines_of_the_library_show_no_signed_urls() -> None:
     arguments = ("https://store/file?Signature=secret",)
     record = logging.LogRecord("huggingface_hub.x", 30, "", 0, "from %s: dropped", arguments, None)
     assert handler.filter(record)
-    assert record.getMessage() == "from https://store/file dropped"
+    assert record.getMessage() == "from https://store/file?***: dropped"

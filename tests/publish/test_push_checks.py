@@ -77,13 +77,25 @@ class TestSecrets:
     @pytest.mark.usefixtures("hub")
     def test_clean_folder(self, folder: Path) -> None:
         home = Path.home()
-        harmless = f"hf_hub_download, https://x.org{home}/a, {home}sick, ~{home}"
+        harmless = f"hf_hub_download, https://x.org{home}/a, {home}sick, ~{home}, "
+        harmless += "https://x.org/forum?id=YicbFdNTTy&design=1&keyword=a, https://***@x.org/a?***"
         (folder / "README.md").write_text(CARD + harmless)
         self.check_secrets(folder)
 
     @pytest.mark.usefixtures("hub")
     @pytest.mark.parametrize("name", ["README.md", "recipe.yaml", "results.json", "curves.png"])
-    @pytest.mark.parametrize("secret", [WRITE_TOKEN, "hf_" + "Ab1" * 11])
+    @pytest.mark.parametrize(
+        "secret",
+        [
+            WRITE_TOKEN,
+            "hf_" + "Ab1" * 11,
+            "https://me:word@host/x.tar",
+            "https://host/x.tar?X-Amz-Date=1&X-Amz-Signature=0a1b",
+            "https://host/x.tar?se=1&sig=0a1b",
+            "https://host/x.tar?token=0a1b",
+            "-----BEGIN OPENSSH PRIVATE KEY-----",
+        ],
+    )
     def test_tokens(self, folder: Path, name: str, secret: str) -> None:
         (folder / name).write_bytes(b"\x89PNG\xff " + secret.encode() + b"\n")
         with refused("hub.holds_secret", f"{name}: ") as caught:
@@ -100,7 +112,9 @@ class TestSecrets:
             self.check_secrets(folder)
 
     @pytest.mark.usefixtures("hub")
-    @pytest.mark.parametrize("form", ["{}", "{}/data/x", "source: 'folder:{}'", "({})", "see {}."])
+    @pytest.mark.parametrize(
+        "form", ["{}", "{}/data/x", "source: 'folder:{}'", "({})", "file://{}/x"]
+    )
     @pytest.mark.parametrize("kind", ["home", "run"])
     def test_local_paths(self, folder: Path, form: str, kind: str) -> None:
         path = Path.home() if kind == "home" else folder.parent / "run"

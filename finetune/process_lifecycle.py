@@ -43,9 +43,12 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handle_interrupts(handler: Callable[[int], object]) -> Iterator[None]:
-    """Call `handler` on SIGINT and SIGTERM inside the block; no effect outside the main thread."""
+    """Call `handler` on SIGINT, SIGTERM and SIGHUP inside the block.
+
+    No effect outside the main thread, and for SIGHUP under `nohup`.
+    """
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    numbers = {*stop_signals()} - {signal.SIGUSR1} if is_main else set()
     before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
     try:
         yield

@@ -33,14 +33,14 @@ from finetune.errors import (
     is_out_of_memory,
     redact_secrets,
 )
-from finetune.log import print_messages
+from finetune.log import print_messages, redirect_closed_terminal
+from finetune.process_lifecycle import stop_signals
 from finetune.ranks import is_main_process
 
 __all__ = ["EXIT_INTERRUPTED", "reset_interrupt_handler", "run"]
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-EXIT_TERMINATED = 143
 
 # All ranks raise these errors, so only rank 0 prints them.
 _SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)
@@ -55,7 +55,13 @@ _OUT_OF_MEMORY_IN_IMPORT_HELP = (
 
 
 class _Terminated(BaseException):
-    """Raised on SIGTERM, so that partial files are removed; training has its own handler."""
+    """Raised on SIGTERM or SIGHUP, so that partial files are removed.
+
+    Training has its own handler.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        self.exit_code = 128 + signal_number
 
 
 def run(group: click.Group, arguments: Sequence[str]) -> int:
@@ -73,7 +79,8 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
     open_closed_streams()
     buffer_stdout()
     print_messages()
-    previous_handler = signal.signal(signal.SIGTERM, _raise_terminated)
+    numbers = {*stop_signals()} & {signal.SIGTERM, signal.SIGHUP}
+    previous_handlers = {number: signal.signal(number, _raise_terminated) for number in numbers}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid UTF-8
     try:
@@ -92,9 +99,10 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         discard_stdout()
         return EXIT_BROKEN_PIPE
-    except _Terminated:
+    except _Terminated as stop:
+        redirect_closed_terminal()
         _print_error("terminated")
-        return EXIT_TERMINATED
+        return stop.exit_code
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted")
         return EXIT_INTERRUPTED
@@ -110,7 +118,8 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
         internal.printed_by_other_rank = getattr(error, "printed_by_other_rank", False)
         return _report_error(internal, state)
     finally:
-        signal.signal(signal.SIGTERM, previous_handler or signal.SIG_DFL)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def reset_interrupt_handler() -> None:
@@ -123,7 +132,7 @@ def reset_interrupt_handler() -> None:
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    raise _Terminated(number)
 
 
 def _invoke(group: click.Group, arguments: Sequence[str], state: dict[str, bool]) -> int:

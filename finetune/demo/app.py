@@ -123,9 +123,9 @@ class _EventHandlers:
         self._predictor = predictor
         self._examples = list(examples)
 
-    def on_upload(self, upload: dict[str, Any] | None) -> tuple[Any, str]:
+    def on_upload(self, upload: Any) -> tuple[Any, str]:
         """Classify an uploaded image. Returns: an update of the image component, and HTML."""
-        path = (upload or {}).get("path")
+        path = _upload_path(upload)
         if path is None:
             return self._gr.update(), page.EMPTY_RESULT
         try:
@@ -144,19 +144,19 @@ class _EventHandlers:
         stride = max(1, -(-max(pixels.shape) // _MAX_PREVIEW_PIXELS))
         return np.ascontiguousarray(pixels[::stride, ::stride])
 
-    def on_example_click(self, index: int) -> tuple[str | None, str]:
+    def on_example_click(self, index: Any) -> tuple[str | None, str]:
         """Classify the example image that was clicked. Returns: its path, and HTML."""
-        if not 0 <= index < len(self._examples):
+        if not isinstance(index, int) or not 0 <= index < len(self._examples):
             return None, page.render_error(f"example {index} does not exist")
         path = self._examples[index]
         return str(path), page.render_result(self._predictor.predict(path))
 
-    def on_api_call(self, upload: dict[str, Any] | None) -> list[dict[str, Any]]:
+    def on_api_call(self, upload: Any) -> list[dict[str, Any]]:
         """Classify an uploaded image for the API.
 
         Returns: dicts with keys "label" and "confidence"; for multi-label models also "threshold".
         """
-        path = (upload or {}).get("path")
+        path = _upload_path(upload)
         if path is None:
             raise self._api_error("no image was sent")
         try:
@@ -174,6 +174,11 @@ class _EventHandlers:
         # escape the message: Gradio shows it as HTML, and it may quote bytes of the file
         error: Exception = self._gr.Error(html.escape(message), print_exception=False)
         return error
+
+
+def _upload_path(upload: Any) -> str | None:
+    """Return the path of an uploaded image; None for any other input that a client sends."""
+    return upload.get("path") if isinstance(upload, dict) else None
 
 
 def theme_options(gr: ModuleType) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.demo.uploads import list_files, remove_oldest_files
+from finetune.log import warn_once
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +49,7 @@ class DemoMiddleware:
         max_total_bytes: limit for all uploads together; a new upload replaces the oldest ones. Also
             the limit for the uploads that are being received, whose removed files still take space.
         allow_framing: let other pages show this one in a frame; the Hub does this with a Space.
+        index_events: ids of Gradio's events whose input is the number of an example.
         trusted_origins: further origins whose pages may send requests, such as
             "https://owner-name.hf.space".
     """
@@ -60,6 +62,7 @@ class DemoMiddleware:
         max_upload_bytes: int,
         max_total_bytes: int,
         allow_framing: bool,
+        index_events: Collection[int] = (),
         trusted_origins: Collection[str] = (),
     ) -> None:
         self._app = app
@@ -68,6 +71,7 @@ class DemoMiddleware:
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
         self._open_upload_bytes = 0  # declared by the uploads that are being received
+        self._index_events = index_events
         self._trusted_origins = trusted_origins
         self._headers = [(b"x-content-type-options", b"nosniff")]
         if not allow_framing:
@@ -79,8 +83,12 @@ class DemoMiddleware:
             await self._app(scope, receive, send)
             return
 
+        has_started = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 message["headers"] = [*message.get("headers", []), *self._headers]
             await send(message)
 
@@ -92,6 +100,12 @@ class DemoMiddleware:
         self._open_upload_bytes += upload_bytes
         try:
             await self._app(scope, receive, send_with_headers)
+        except Exception as error:  # Gradio raises any type of error for malformed requests
+            cause = type(error).__name__
+            warn_once(f"{scope['path']}: a request failed ({cause})", key=f"demo request: {cause}")
+            if not has_started:
+                failed = _RequestRefused(400, "the request cannot be answered")
+                await _text_response(failed)(scope, receive, send_with_headers)
         finally:
             self._open_upload_bytes -= upload_bytes
 
@@ -136,9 +150,12 @@ class DemoMiddleware:
         except (ValueError, RecursionError):
             raise _RequestRefused(400, "the request body is not JSON") from None
         data = content.get("data", []) if isinstance(content, dict) else None
-        if not isinstance(data, list):
-            raise _RequestRefused(422, "data: expected a list")
-        body = json.dumps({**content, "data": [self._check_value(item) for item in data]}).encode()
+        if not isinstance(data, list) or len(data) > 1:
+            raise _RequestRefused(422, "data: expected a list of one image")
+        # for an empty list, Gradio would print a traceback
+        may_be_index = content.get("fn_index") in self._index_events
+        values = [self._check_value(item, may_be_index=may_be_index) for item in data or [None]]
+        body = json.dumps({**content, "data": values}).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -146,9 +163,9 @@ class DemoMiddleware:
 
         return replay
 
-    def _check_value(self, value: Any) -> Any:
+    def _check_value(self, value: Any, *, may_be_index: bool) -> Any:
         """Return an input to forward to Gradio: null, the number of an example, or an upload."""
-        if value is None or type(value) is int:
+        if value is None or (may_be_index and type(value) is int):
             return value
         path = value.get("path") if isinstance(value, dict) else None
         if not isinstance(path, str):

@@ -15,6 +15,7 @@ import torch
 
 from finetune import process_lifecycle
 from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
+from finetune.demo.connections import ConnectionLimits, limit_log_rate
 from finetune.demo.middleware import DemoMiddleware
 from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
 from finetune.demo.uploads import temporary_workspace
@@ -79,7 +80,7 @@ def run_server(
     share: bool = False,
     is_space: bool = False,
 ) -> str:
-    """Run the server, log its address, and stop it on Ctrl-C or SIGTERM.
+    """Run the server, log its address, and stop it on Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
         app: the app returned by `build_app`.
@@ -95,7 +96,7 @@ def run_server(
     if not is_space:
         for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
             os.environ.pop(name, None)
-    with process_lifecycle.handle_interrupts(lambda _: stop.set()):
+    with process_lifecycle.handle_interrupts(lambda _: stop.set()), limit_log_rate():
         app.launch(
             server_name=f"[{host}]" if host is not None and host.count(":") > 1 else host,
             server_port=port,
@@ -107,7 +108,7 @@ def run_server(
             app_kwargs={
                 # a public link or a Space has another host name
                 "middleware": _build_middleware(
-                    workspace, host=None if share or is_space else host, is_space=is_space
+                    app, workspace, host=None if share or is_space else host, is_space=is_space
                 ),
                 "openapi_url": None,
             },
@@ -123,6 +124,8 @@ def run_server(
                     "try again, or leave out --share",
                     code="setup.unreachable",
                 )
+            config = app.server.config
+            config.http_protocol_class = ConnectionLimits(config.http_protocol_class)
             process_lifecycle.resume_garbage_collection()
             logger.info(f"the demo is at {url}; press Ctrl-C to stop it")
             if share:
@@ -134,7 +137,7 @@ def run_server(
     return url
 
 
-def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:
+def _build_middleware(app: Any, workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:
     """Build the middleware; for a loopback `host`, it refuses requests under any other host name.
 
     Such a name may be the domain of a foreign page that resolves to this machine (DNS rebinding).
@@ -152,6 +155,11 @@ def _build_middleware(workspace: Path, *, host: str | None, is_space: bool) -> l
             max_upload_bytes=MAX_UPLOAD_MB * 2**20,
             max_total_bytes=_MAX_TOTAL_UPLOAD_MB * 2**20,
             allow_framing=is_space,
+            index_events=[
+                number
+                for number, event in app.fns.items()
+                if any(isinstance(block, import_gradio().Dataset) for block in event.inputs)
+            ],
             # the Hub's proxy may send another Host than the browser did
             trusted_origins=[f"https://{space_host}"] if space_host else [],
         ),

@@ -144,13 +144,15 @@ def test_uploads_can_be_read_and_classified(uploads: Path) -> None:
     path = f"{uploads}/cat.png"
     assert request(uploads, f"/gradio_api/file={path}")[0] == 200
     value = {"path": path, "url": "http://127.0.0.1:1/", "is_stream": True}
-    body = json.dumps({"data": [value, None, 3], "session_hash": "a1"}).encode()
-    status, _, passed = request(uploads, "/gradio_api/queue/join", "POST", body)
-    assert status == 200
-    assert json.loads(passed[0][2]) == {
-        "data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, None, 3],
-        "session_hash": "a1",
-    }
+    upload = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    for data, forwarded in (([value], [upload]), ([None], [None]), ([], [None]), ([3], [3])):
+        body = json.dumps({"data": data, "fn_index": 2, "session_hash": "a1"}).encode()
+        status, _, passed = request(
+            uploads, "/gradio_api/queue/join", "POST", body, index_events=[2]
+        )
+        assert status == 200
+        expected = {"data": forwarded, "fn_index": 2, "session_hash": "a1"}
+        assert json.loads(passed[0][2]) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,8 @@ def test_uploads_can_be_read_and_classified(uploads: Path) -> None:
         (b'{"data": 5}', 422),
         (b'{"data": ["/etc/passwd"]}', 422),
         (b'{"data": [true]}', 422),
+        (b'{"data": [3]}', 422),
+        (b'{"data": [null, null]}', 422),
         (b'{"data": [NaN]}', 422),
         (b'{"data": [{"url": "http://127.0.0.1:1/"}]}', 422),
         (b'{"data": [[{"path": "http://127.0.0.1:1/"}]]}', 422),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 from demo_server import (
@@ -25,6 +29,7 @@ from PIL import Image
 from refusals import refused
 
 from finetune.demo import server as serve_module
+from finetune.demo.connections import MAX_CONNECTIONS
 from finetune.demo.server import serve
 
 
@@ -69,6 +74,7 @@ class UnsharedApp:
 
     local_url = "http://127.0.0.1:1/"
     share_url: str | None = None
+    fns: ClassVar[dict[int, Any]] = {}
     server = SimpleNamespace(config=SimpleNamespace())
     is_closed = False
 
@@ -143,10 +149,38 @@ class TestRequests:
                 ]
                 assert sorted(labels) == sorted(ODD_NAMES)
 
-    def test_makes_no_outside_request_and_logs_its_end(self, server: DemoServer) -> None:
+    @pytest.mark.parametrize("fn_index", [0, 99])
+    def test_malformed_calls_are_answered(self, server: DemoServer, fn_index: int) -> None:
+        """The last test checks that they have logged no traceback."""
+        body = {"fn_index": fn_index, "session_hash": "a"}
+        for data in ([], [5], [None]):
+            status, _ = http_request(f"{server.url}/gradio_api/queue/join", {**body, "data": data})
+            assert status == (422 if data == [5] else 200 if fn_index == 0 else 400)
+        status, text = http_request(f"{server.url}/gradio_api/call/predict", {"data": []})
+        event = json.loads(text)["event_id"]
+        assert "no image" in http_request(f"{server.url}/gradio_api/call/predict/{event}")[1]
+
+    def test_half_requests_do_not_block_the_server(self, server: DemoServer) -> None:
+        address = urlsplit(server.url)
+        with contextlib.ExitStack() as stack:
+            clients = []
+            for _ in range(MAX_CONNECTIONS + 100):
+                client = socket.create_connection((address.hostname, address.port))
+                clients.append(stack.enter_context(client))
+                client.send(b"GET / HTTP/1.1\r\nHost: ")
+            started = time.monotonic()
+            assert http_request(server.url)[0] == 200
+            assert time.monotonic() - started < 20
+            time.sleep(1.5)
+            readable, _, _ = select.select(clients, [], [], 0)
+            assert 100 <= len(readable) < len(clients), "closed by the server"
+
+    def test_makes_no_outside_request_and_cleans_up_at_the_end(self, server: DemoServer) -> None:
         """Runs last, because it stops the server."""
+        (path,) = json.loads(upload(server, "a.png", b"x")[1])
         assert http_request(server.url)[0] == 200
-        assert server.interrupt(signal.SIGINT) == 0
+        assert server.interrupt(signal.SIGHUP) == 0
+        assert not Path(path).parents[2].exists()
         log = "".join(server.lines)
         assert log.endswith("finetune: the demo has ended\n")
         assert "OUTSIDE" not in log

@@ -97,6 +97,7 @@ ALIASES = {
     "ema": "set 'optim.ema_decay', for example 0.9998",
     "model_ema": "set 'optim.ema_decay', for example 0.9998",
     "model_ema_decay": "optim.ema_decay",
+    "model_ema_warmup": "optim.ema_warmup",
     # batch
     "batch": "data.batch_size",
     "bs": "data.batch_size",

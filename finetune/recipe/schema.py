@@ -489,6 +489,11 @@ class OptimSection(Section):
         description="decay of an exponential moving average (EMA) of the weights, which is then "
         "evaluated and saved instead of the weights; null: no EMA",
     )
+    ema_warmup: StrictBool = Field(
+        True,
+        description="raise the decay of the EMA from 0 to ema_decay, as 1 - (1 + step) ** (-2/3), "
+        "so that the EMA also follows the weights in a short run; false: ema_decay at every step",
+    )
     args: KeywordArguments = Field({}, description="additional keyword arguments of the optimizer")
     stages: tuple[StageSection, ...] = Field(
         (),

@@ -47,7 +47,9 @@ def build_trainer_state(
     frozen_backbone = None
     if recipe.model.freeze == "backbone":  # before the network is copied or wrapped
         frozen_backbone = FrozenBackbone(setup, accelerator)
-    ema = ModelEmaV3(network, decay=optim.ema_decay) if optim.ema_decay else None
+    ema = None
+    if optim.ema_decay:
+        ema = ModelEmaV3(network, decay=optim.ema_decay, use_warmup=optim.ema_warmup)
     optimizer = build_optimizer(
         network,
         name=optim.name,

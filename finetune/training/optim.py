@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from timm.optim import (
+    Muon,
     create_optimizer_v2,
     get_optimizer_class,
     get_optimizer_info,
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from finetune.errors import RecipeError, SetupError, did_you_mean
+from finetune.models.head import as_name_tuple, classifier_names
 
 __all__ = ["build_optimizer", "param_groups", "supports_found_inf"]
 
@@ -43,6 +45,7 @@ def param_groups(
     weight_decay: float,
     decay: str = "matrices",
     layer_decay: float | None = None,
+    hybrid: bool = False,
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters by weight decay and by learning-rate scale.
 
@@ -54,6 +57,9 @@ def param_groups(
             the names in the model's `no_weight_decay()`; "all" decays every parameter.
         layer_decay: learning-rate factor per layer below the head, whose scale is 1; None for scale
             1 in all layers.
+        hybrid: True for Muon, which orthogonalizes updates of weight matrices. The first
+            convolution, the classifier, position embeddings and tokens are then in groups with
+            "use_fallback": True, for which timm's Muon is AdamW.
     Returns: parameter groups with keys "params", "weight_decay", "lr" and "lr_scale".
     Raises: RecipeError if nothing is trainable.
     Source: BEiT, optim_factory.py, through timm.optim.param_groups_layer_decay.
@@ -61,16 +67,13 @@ def param_groups(
     groups: list[dict[str, Any]]
     rules: dict[str, Any] = {
         "weight_decay": weight_decay,
+        "weight_decay_exclude_1d": decay == "matrices",
         "no_weight_decay_list": list(_no_decay_names(model)) if decay == "matrices" else (),
+        "fallback_list": _fallback_patterns(model) if hybrid else (),
     }
     if layer_decay is None:
-        if decay == "all":
-            trainable = [p for p in model.parameters() if p.requires_grad]
-            groups = [{"params": trainable, "weight_decay": weight_decay}]
-        else:
-            groups = param_groups_weight_decay(model, **rules)
+        groups = param_groups_weight_decay(model, **rules)
     else:
-        rules["weight_decay_exclude_1d"] = decay == "matrices"
         groups = param_groups_layer_decay(model, layer_decay=layer_decay, **rules)
     groups = [group for group in groups if group["params"]]
     if not groups:
@@ -140,7 +143,12 @@ def build_optimizer(
         extra.setdefault("nesterov", False)
     extra = _fused_argument(optimizer_class, extra, sharded=sharded) | extra
     groups = param_groups(
-        model, lr=lr, weight_decay=weight_decay, decay=decay, layer_decay=layer_decay
+        model,
+        lr=lr,
+        weight_decay=weight_decay,
+        decay=decay,
+        layer_decay=layer_decay,
+        hybrid=optimizer_class is Muon,
     )
     try:
         return create_optimizer_v2(groups, opt=name, lr=lr, momentum=momentum, **extra)
@@ -177,6 +185,16 @@ def _no_decay_names(model: nn.Module) -> Iterator[str]:
             parts.pop()  # "pos_embed.weight" of an embedding layer
         if parts[-1] in _EMBEDDING_NAMES or parts[-1] == "bias":
             yield name
+
+
+def _fallback_patterns(model: nn.Module) -> list[str]:
+    """Return patterns of the parameters that Muon should not orthogonalize.
+
+    Source: Jordan et al. 2024, Muon: only hidden layers; embeddings and output layers use AdamW.
+    """
+    first_layers = as_name_tuple(getattr(model, "pretrained_cfg", {}).get("first_conv"))
+    layers = [*first_layers, *classifier_names(model)]
+    return [*(f"{name}.*" for name in layers), *_no_decay_names(model)]
 
 
 def _check_name(name: str) -> None:

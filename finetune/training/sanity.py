@@ -20,6 +20,7 @@ from finetune.training.setup import TrainingSetup
 __all__ = ["MIN_USEFUL_STEPS", "check_results", "check_setup", "raise_if_diverged"]
 
 MIN_USEFUL_STEPS = 50  # shorter runs hardly change the weights
+_MAX_FIRST_WEIGHTS_SHARE = 0.1  # of the EMA, at the end of a run
 _DIVERGENCE_WARNING_FACTOR = 2.0  # times the chance loss; a network that learns stays below
 _DIVERGENCE_ERROR_FACTOR = 10.0  # times the chance loss
 
@@ -27,10 +28,11 @@ _DIVERGENCE_ERROR_FACTOR = 10.0  # times the chance loss
 def check_setup(setup: TrainingSetup) -> list[str]:
     """Return a warning, with advice, for each setting that is ignored or too small.
 
-    Covers ignored recipe keys, warm-up that takes the whole run, too few steps, small validation
-    and test splits, and rare classes.
+    Covers ignored recipe keys, warm-up that takes the whole run, too few steps, an EMA too slow for
+    the run, small validation and test splits, and rare classes.
     """
     lines = [*_check_ignored_keys(setup.recipe), *_check_warmup(setup), *_check_num_steps(setup)]
+    lines += _check_ema(setup)
     for name in ("val", "test"):
         split = setup.source.splits.get(name)
         if split is not None and len(split) < TOO_FEW_IMAGES:
@@ -53,6 +55,7 @@ def _check_ignored_keys(recipe: Recipe) -> list[str]:
         ("step_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
         ("layer_decay", recipe.model.freeze == "backbone", "only the head is trained"),
         ("momentum", not has_momentum, f"{optim.name} has none"),
+        ("ema_warmup", not optim.ema_decay, "the run has no EMA"),
     ]
     return [
         f"optim.{key}: has no effect, because {reason}"
@@ -89,6 +92,21 @@ def _check_num_steps(setup: TrainingSetup) -> list[str]:
     return [
         f"the run has only {pluralize(setup.num_steps, 'step')} ({setup.num_samples:,} training "
         f"images in batches of {batch_size}), too few to learn much; {advice}"
+    ]
+
+
+def _check_ema(setup: TrainingSetup) -> list[str]:
+    optim = setup.recipe.optim
+    if not optim.ema_decay or optim.ema_warmup:
+        return []
+    share = optim.ema_decay ** (setup.num_steps - 1)  # the first step sets the EMA to its weights
+    if share <= _MAX_FIRST_WEIGHTS_SHARE:
+        return []
+    steps = pluralize(setup.num_steps, "step")
+    return [
+        f"optim.ema_decay: {optim.ema_decay:g} is too slow for {steps}: the weights of the first "
+        f"step have a share of {share:.0%} in the average, which is evaluated and saved; set "
+        "optim.ema_warmup=true, or lower optim.ema_decay"
     ]
 
 
@@ -138,6 +156,9 @@ def check_results(
     train_losses = _logged_losses(history, "train")
     final_loss = _final_loss(setup, results, history)
     advice = "lower optim.lr or set optim.clip_norm"
+    chance_advice = "try another optim.lr, train longer, or check the labels"
+    if _check_ema(setup):
+        chance_advice = "set optim.ema_warmup=true, because the EMA is too slow for the run"
     warnings = []
     # An overconfident network has a high validation loss as well, but not a high training loss.
     if final_loss > _DIVERGENCE_WARNING_FACTOR * chance_loss and (
@@ -150,10 +171,7 @@ def check_results(
     elif results["steps"] >= MIN_USEFUL_STEPS and (
         evidence := _describe_chance_level(results, setup.num_classes)
     ):
-        warnings.append(
-            f"{evidence}, no better than guessing; try another optim.lr, train longer, or check "
-            "the labels"
-        )
+        warnings.append(f"{evidence}, no better than guessing; {chance_advice}")
     return warnings
 
 

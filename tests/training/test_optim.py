@@ -285,6 +285,33 @@ def test_optimizers_by_name_reduce_a_loss(name: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("name", ["muon", "nadamuon"])
+def test_muon_equals_timm_with_its_fallback_list(name: str) -> None:
+    """AdamW for head, patch kernel and embeddings; orthogonalized updates for hidden layers."""
+    torch.manual_seed(0)
+    ours, reference = make_vit(), make_vit()
+    reference.load_state_dict(ours.state_dict())
+    settings = {"lr": 0.1, "weight_decay": 0.05, "momentum": 0.95}
+    optimizers = (
+        build_optimizer(ours, name=name, **settings),
+        timm.optim.create_optimizer_v2(
+            reference,
+            opt=name,
+            fallback_list=["head.*", "patch_embed.*"],
+            fallback_no_weight_decay=True,
+            **settings,
+        ),
+    )
+    for _ in range(2):
+        for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for (key, p), q in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q), key
+
+
 @pytest.mark.parametrize(
     "cause, changes, named",
     [

@@ -18,7 +18,7 @@ from finetune.cli.main import main
 from finetune.evaluation.metrics import ClassificationMetrics
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.training.sanity import check_results, raise_if_diverged
+from finetune.training.sanity import check_results, check_setup, raise_if_diverged
 from finetune.training.setup import TrainingSetup, build_setup
 from finetune.training.train import train
 
@@ -60,6 +60,19 @@ def check_run(
     folder.close()
     raise_if_diverged(folder, setup, results)
     return check_results(setup, results, history)
+
+
+def test_warns_about_an_ema_too_slow_for_the_run(setup: TrainingSetup) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        changed = dataclasses.replace(setup, recipe=tiny_recipe(*overrides))
+        lines = [*check_setup(changed), *check_results(changed, make_results(0.1), [])]
+        return [line for line in lines if "optim.ema_warmup=true" in line]
+
+    slow = ("optim.ema_decay=0.9999", "optim.ema_warmup=false")
+    assert setup.num_steps == 12
+    assert len(warnings(*slow)) == 2  # also instead of the usual advice for a chance-level run
+    assert warnings(*slow, "optim.ema_decay=0.8") == []
+    assert warnings("optim.ema_decay=0.9999") == []
 
 
 @pytest.mark.parametrize(

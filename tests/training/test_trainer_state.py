@@ -102,6 +102,21 @@ def test_non_finite_gradient_only_increments_the_skip_counters(tmp_path: Path) -
     assert (trainer.counters.skipped, trainer.counters.skipped_in_row) == (1, 0)
 
 
+@pytest.mark.parametrize("warmup", [True, False])
+def test_ema_decay_rises_to_its_value(warmup: bool, tmp_path: Path) -> None:
+    trainer, meter = make_trainer(
+        tmp_path, "optim.ema_decay=0.6", f"optim.ema_warmup={str(warmup).lower()}"
+    )
+    expected = None
+    for step in range(5):
+        trainer.train_step(1, iter([make_batch(8, seed=step)]), meter)
+        weights = trainer.model.head.weight.detach()
+        decay = min(0.6, 1 - (1 + step) ** (-2 / 3)) if warmup else 0.6
+        expected = weights.clone() if expected is None else expected.lerp(weights, 1 - decay)
+    torch.testing.assert_close(trainer.ema.module.head.weight, expected, rtol=1e-6, atol=0)
+    assert not torch.equal(weights, expected)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
 def test_skipped_step_does_not_affect_later_steps(name: str, tmp_path: Path) -> None:
     """A step skipped on the device or by the host, first or later, does not change the weights."""

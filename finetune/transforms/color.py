@@ -33,7 +33,10 @@ __all__ = [
     "autocontrast",
     "color_jitter",
     "equalize",
+    "grayscale",
+    "invert",
     "posterize",
+    "solarize",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -205,9 +208,27 @@ def adjust_sharpness(
     return torch.where(is_inner, result, images_B3HW)
 
 
-def posterize(images_B3HW: Tensor, bits: int) -> Tensor:
-    """Keep the highest `bits` bits of each value."""
-    step = 2 ** (8 - bits)
+def grayscale(images_B3HW: Tensor, is_gray: npt.NDArray[np.bool_]) -> Tensor:
+    """Remove the color of some images in place; `is_gray` is (B,)."""
+    kinds = np.full(len(is_gray), SATURATION)
+    return adjust_brightness_contrast_saturation(images_B3HW, 1.0 - is_gray, kinds)
+
+
+def invert(images_B3HW: Tensor) -> Tensor:
+    """Replace each value x by 255 - x."""
+    # a bilinear warp can exceed 255 by rounding, and posterize would turn -1e-5 into -8
+    return (255 - images_B3HW).clamp_(min=0)
+
+
+def solarize(images_B3HW: Tensor, thresholds: FloatArray) -> Tensor:
+    """Invert the values from a threshold (B,) on; thresholds are fractions of 255."""
+    is_solarized = images_B3HW >= _per_sample(255 * thresholds, images_B3HW)
+    return torch.where(is_solarized, invert(images_B3HW), images_B3HW)
+
+
+def posterize(images_B3HW: Tensor, bits: FloatArray) -> Tensor:
+    """Keep the highest bits of each value; `bits` (B,) is their number in each image."""
+    step = _per_sample(2.0 ** (8 - bits), images_B3HW)
     return torch.floor(images_B3HW / step) * step
 
 

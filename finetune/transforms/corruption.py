@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from finetune.transforms.blur import blur_image
 from finetune.transforms.sample_rng import SampleKeys, to_device
 
 __all__ = ["corrupt", "corruption_strength"]
@@ -32,7 +33,6 @@ _STRENGTHS = {
     "jpeg": ((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)),
     "contrast": ((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)),
 }
-_BLUR_TRUNCATE = 4  # radius of the Gaussian kernel in standard deviations
 
 
 def corruption_strength(kind: str, severity: int, size: tuple[int, int]) -> float:
@@ -69,7 +69,7 @@ def corrupt(
         if kind == "noise":
             corrupted_3HW = _add_gaussian_noise(image_3HW, strength, int(keys[row]))
         elif kind == "blur":
-            corrupted_3HW = _gaussian_blur(image_3HW, strength)
+            corrupted_3HW = blur_image(image_3HW, strength)
         elif kind == "jpeg":
             corrupted_3HW = _jpeg_round_trip(image_3HW, int(strength))
         else:
@@ -84,16 +84,6 @@ def _add_gaussian_noise(image_3HW: Tensor, std: float, seed: int) -> Tensor:
     generator = np.random.Generator(np.random.PCG64(seed))
     noise = generator.standard_normal(tuple(image_3HW.shape), dtype=np.float32)
     return torch.add(image_3HW, to_device(noise, image_3HW.device), alpha=255 * std).clamp_(0, 255)
-
-
-def _gaussian_blur(image_3HW: Tensor, std: float) -> Tensor:
-    from torchvision.transforms.v2.functional import gaussian_blur  # slow to import
-
-    radius = int(_BLUR_TRUNCATE * std + 0.5)
-    height, width = (2 * min(radius, side - 1) + 1 for side in image_3HW.shape[1:])
-    for kernel_size in ([width, 1], [1, height]):  # separable: two 1D convolutions
-        image_3HW = gaussian_blur(image_3HW, kernel_size=kernel_size, sigma=[std, std])
-    return image_3HW
 
 
 def _jpeg_round_trip(image_3HW: Tensor, quality: int) -> Tensor:

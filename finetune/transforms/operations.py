@@ -125,6 +125,52 @@ OPERATIONS: dict[str, Operation] = {
         "pixels",
         is_random=True,
     ),
+    "trivial_augment": Operation(
+        "TrivialAugment: apply one random operation of RandAugment's with a random magnitude",
+        {
+            "num_magnitude_bins": Parameter("integer", 31, 2, 1000),
+            "interpolation": _WARP_INTERPOLATION,
+        },
+        "pixels",
+        is_random=True,
+    ),
+    "auto_augment": Operation(
+        "AutoAugment with the policy learned on ImageNet",
+        {"interpolation": _WARP_INTERPOLATION},
+        "pixels",
+        is_random=True,
+    ),
+    "augmix": Operation(
+        "AugMix: mix the image with `width` chains of `depth` random operations (0: 1 to 3)",
+        {
+            "severity": Parameter("integer", 3, 1, 10),
+            "width": Parameter("integer", 3, 1, 10),
+            "depth": Parameter("integer", 0, 0, 10),
+            "alpha": Parameter("number", 1.0, 0.01, 100),
+            "interpolation": Parameter("choice", "bilinear", choices=("nearest", "bilinear")),
+        },
+        "pixels",
+        is_random=True,
+    ),
+    "three_augment": Operation(
+        "3-Augment of DeiT III: grayscale, solarization or blur; DeiT III adds color_jitter(0.3, "
+        "0.3, 0.3) and flip",
+        {},
+        "pixels",
+        is_random=True,
+    ),
+    "grayscale": Operation(
+        "convert to grayscale with probability p",
+        {"p": Parameter("number", 0.1, 0, 1)},
+        "pixels",
+        is_random=True,
+    ),
+    "gaussian_blur": Operation(
+        "with probability p, blur with a standard deviation from `sigma`, in pixels",
+        {"p": _PROBABILITY, "sigma": Parameter("range", (0.1, 2.0), 0.01, 100)},
+        "pixels",
+        is_random=True,
+    ),
     "corrupt": Operation(
         f"apply {', '.join(CORRUPTIONS)} with severity 1 to 5, to measure robustness; not for "
         "recipes, only for finetune eval --corrupt",

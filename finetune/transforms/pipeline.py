@@ -21,14 +21,22 @@ not depend on the image sizes, as long as the operations run in the same order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune.transforms.color import color_jitter
+from finetune.transforms.auto_augment import (
+    augmix,
+    auto_augment,
+    rand_augment,
+    three_augment,
+    trivial_augment,
+)
+from finetune.transforms.blur import gaussian_blur
+from finetune.transforms.color import color_jitter, grayscale
 from finetune.transforms.corruption import corrupt
 from finetune.transforms.execution_plan import (
     HeightWidth,
@@ -44,7 +52,6 @@ from finetune.transforms.geometry import (
 )
 from finetune.transforms.mixing import mix_batch
 from finetune.transforms.ragged import RaggedBatch, resample_ragged, unpack
-from finetune.transforms.rand_augment import rand_augment
 from finetune.transforms.resample import AxisTransform, resample, select_pixels
 from finetune.transforms.sample_rng import (
     SampleKeys,
@@ -60,6 +67,13 @@ from finetune.transforms.spec_parser import parse_transform_spec
 __all__ = ["Pipeline", "sample_keys"]
 
 _MAX_CACHED_PLANS = 4096  # one per image size
+_AUTO_AUGMENTS: dict[str, Callable[..., Tensor]] = {
+    "rand_augment": rand_augment,
+    "trivial_augment": trivial_augment,
+    "auto_augment": auto_augment,
+    "augmix": augmix,
+    "three_augment": three_augment,
+}
 
 IntArray = npt.NDArray[np.int64]
 
@@ -330,8 +344,13 @@ class Pipeline:
         call, rng = self._calls[position], SampleRNG(keys, position)
         if call.name == "color_jitter":
             return color_jitter(images, rng, sizes=sizes, **call.arguments)
-        if call.name == "rand_augment":
-            return rand_augment(images, rng, sizes=sizes, **call.arguments)
+        if call.name in _AUTO_AUGMENTS:
+            return _AUTO_AUGMENTS[call.name](images, rng, sizes=sizes, **call.arguments)
+        if call.name == "grayscale":
+            return grayscale(images, rng.bernoulli(call.arguments["p"]))
+        if call.name == "gaussian_blur":
+            is_blurred, sigma = rng.bernoulli(call.arguments["p"]), call.arguments["sigma"]
+            return gaussian_blur(images, is_blurred, rng, sigma=sigma, sizes=sizes)
         if call.name == "corrupt":
             return corrupt(images, keys, sizes=sizes, **call.arguments)
         degrees = call.arguments["degrees"]

@@ -124,6 +124,15 @@ class SampleRNG:
         result: FloatArray = betaincinv(alpha, alpha, self.uniform(1)[:, 0])
         return result
 
+    def dirichlet(self, alpha: float, size: int) -> FloatArray:
+        """Return (B, size) weights from Dirichlet(alpha, …, alpha); each row sums to 1."""
+        from scipy.special import gammaincinv  # comes with scikit-learn; slow to import
+
+        # u = 0 would give weights of 0 / 0
+        gammas = gammaincinv(alpha, np.maximum(self.uniform(size), 2.0**-53))
+        result: FloatArray = gammas / gammas.sum(axis=1, keepdims=True)
+        return result
+
 
 def draw_crop_offsets(rng: SampleRNG, margin: HeightWidthPerImage) -> tuple[IntArray, IntArray]:
     """Draw the offsets (top, left), each (B,), of crops `margin` pixels smaller than the image."""

@@ -21,7 +21,7 @@ def test_every_default_is_within_its_own_bounds(name: str) -> None:
 
 def test_help_names_every_operation_and_argument() -> None:
     text = format_operations_help()
-    assert len(OPERATIONS) == 14
+    assert len(OPERATIONS) == 20
     for name, operation in OPERATIONS.items():
         assert f"{name}(" in text
         assert operation.help in text

@@ -235,6 +235,7 @@ TRANSFORM_SPECS = [
     "resize(40) | rotate(20) | color_jitter(0.4, 0.4, 0.4, 0.1) | random_crop",
     "rand_augment(4) | resize | random_erasing(p=1.0)",
     "resize(fit='contain') | center_crop(fill='mean') | flip",
+    "trivial_augment | auto_augment | augmix | three_augment | grayscale | gaussian_blur | resize",
 ]
 
 

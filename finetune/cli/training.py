@@ -58,7 +58,8 @@ def train(
     check_recipe_or_source(recipe)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)
     # recipe.yaml in a run directory continues that run; the name of any other file names a new run
-    is_run = path.name == "recipe.yaml" and (path.parent / "run.json").is_file()
+    has_run_files = any((path.parent / name).is_file() for name in ("run.json", ".lock"))
+    is_run = path.name == "recipe.yaml" and has_run_files
     run = run or (path.parent if is_run else Path("runs") / path.stem)
     return _train_recipe(loaded, run, resume=resume, dry_run=dry_run)
 

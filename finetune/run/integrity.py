@@ -55,6 +55,7 @@ _FILES_BEFORE_RECORD = {
     "recipe.yaml",
     "start.yaml",
     "lr_range.json",
+    "stages",
 }
 _LOCK_TEXT = re.compile(rb"[0-9]+ on [^\n]*\n")
 # Temporary names of `RunDir.publish_model` and `write_atomically`, and of checkpoints
@@ -154,7 +155,6 @@ def check_is_run_folder(folder: Path) -> None:
             expected |= (
                 {"run.json"} if record_state == "damaged" else set()
             )  # a damaged run.json is never overwritten
-        expected |= {"stages"} if (folder / "stages" / "1" / "run.json").is_file() else set()
         unknown = [n for n in names if n not in expected and not _TEMPORARY_NAME.fullmatch(n)]
         unknown += [
             f"checkpoints/{n}"

@@ -18,6 +18,7 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted
 from finetune.evaluation.evaluator import Evaluator
+from finetune.files import write_atomically
 from finetune.formatting import pluralize
 from finetune.log import logger
 from finetune.models.freeze import set_train_mode
@@ -88,6 +89,8 @@ def train(
         accelerator = create_accelerator(recipe.run, out=Path(out))
         # A checkpoint of the run itself means that all stages are done.
         stages_done = not dry_run and run_on_main(accelerator, RunDir(out).checkpoint_steps)
+        if not dry_run and not stages_done:
+            run_on_main(accelerator, lambda: _write_recipe_before_stages(recipe, Path(out)))
         for number, stage in enumerate([] if stages_done else stage_recipes(recipe), start=1):
             folder = stage_folder(out, number)
             _train(
@@ -107,6 +110,15 @@ def train(
         dry_run=dry_run,
         keep_process_group=keep_process_group,
     )
+
+
+def _write_recipe_before_stages(recipe: Recipe, out: Path) -> None:
+    """Write recipe.yaml unless a stage has been trained, so that --resume finds it in a stage."""
+    with contextlib.closing(RunDir(out)) as run:
+        run.open()
+        is_new = not RunDir(stage_folder(out, 1)).checkpoint_steps()
+        if is_new and not (out / "run.json").exists():
+            write_atomically(out / "recipe.yaml", recipe.to_yaml())
 
 
 def _train(

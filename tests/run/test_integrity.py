@@ -90,6 +90,9 @@ RUN_FOLDERS: dict[str, Callable[[Path], object]] = {
     "checkpoint": lambda at: make_tree(at, "checkpoints/step-00000002/manifest.json", "model/x"),
     "damaged checkpoint": lambda at: make_tree(at, "checkpoints/step-00000002/manifest.json/"),
     "damaged run.json": lambda at: make_tree(at, "checkpoints/", "run.json", _lock=LOCK),
+    "killed in its first stage": lambda at: make_tree(
+        at, "checkpoints/", "recipe.yaml", "stages/1/checkpoints/", _lock=LOCK
+    ),
     "only leftovers": lambda at: make_tree(at, "checkpoints/.step-00000002.1/", ".model.1f.tmp/"),
 }
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from forked_runs import check_same_run, read_train_losses, train_killed_and_resumed
+from forked_runs import (
+    check_child_success,
+    check_same_run,
+    read_train_losses,
+    run_command_in_child,
+    train_until_killed,
+)
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -105,7 +111,9 @@ def test_second_stage_starts_from_the_first_stages_weights(
 def test_killed_run_resumes_bit_exactly(tmp_path: Path, step: int, overrides: list[str]) -> None:
     recipe = make_recipe(*overrides)
     train(recipe, tmp_path / "whole")
-    train_killed_and_resumed(step, recipe, tmp_path / "run")
+    train_until_killed(step, recipe, tmp_path / "run")
+    # the run directory has its whole recipe from the first stage on
+    check_child_success(run_command_in_child("train", tmp_path / "run", "--resume"))
     check_same_run(tmp_path / "run", tmp_path / "whole")
     first = [stage_folder(tmp_path / name, 1) for name in ("run", "whole")]
     assert read_train_losses(first[0]) == read_train_losses(first[1])
@@ -150,5 +158,5 @@ def test_dry_run_checks_every_stage_and_writes_nothing(tmp_path: Path) -> None:
 def test_folder_with_foreign_files_under_stages_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "stages" / "1").mkdir(parents=True)
     (tmp_path / "run" / "stages" / "1" / "mine.txt").touch()
-    with refused("setup.not_a_run", "mine.txt"):
+    with refused("setup.not_a_run", "stages"):
         train(make_recipe(), tmp_path / "run")

@@ -118,6 +118,19 @@ def save_random_network(tmp_path: Path, key: str) -> str:
     return save_network(tmp_path / key, built_model)
 
 
+def forget_checksums(folder: Path) -> Path:
+    """Remove the checksums of a model folder and of its run, so that a test may change files."""
+    for path, key in (
+        (folder / "config.json", "checksums"),
+        (folder.parent / "run.json", "model_sha256"),
+    ):
+        if path.is_file():
+            content = json.loads(path.read_text())
+            content.pop(key, None)
+            path.write_text(json.dumps(content))
+    return folder
+
+
 SMALL_VIT_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 

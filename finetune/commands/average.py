@@ -24,6 +24,7 @@ from finetune.files import make_writable_folder
 from finetune.formatting import pluralize
 from finetune.models.head import classifier_names
 from finetune.models.save import save_model
+from finetune.models.weights.checksums import verify_model_folder
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.timm_config import read_timm_config
 from finetune.precision import autocast_dtype
@@ -295,6 +296,7 @@ def _load_run(name: str) -> _LoadedRun:
             code="weights.unsupported",
         )
     run = RunDir(name)
+    verify_model_folder(run.model_folder, source=name)
     return _LoadedRun(
         run, recipe, read_record(run), read_tensors(run.model_folder / "model.safetensors")
     )
@@ -353,10 +355,11 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
             f"{first.run.path}; restore them",
             code="data.changed",
         )
-    if setup.built.provenance.get("sha256") != first.record.get("weights_sha256"):
+    sha256 = setup.built.provenance.get("sha256")
+    if (recorded_sha256 := first.record.get("weights_sha256")) != sha256:
         raise WeightsError(
-            f"{first.recipe.model.name}: these weights are not the ones that the run "
-            f"{first.run.path} started from; download them again",
+            f"{first.recipe.model.name}: these weights have sha256 {sha256}, but the run "
+            f"{first.run.path} started from {recorded_sha256}; download them again",
             code="weights.wrong_version",
         )
 

@@ -39,6 +39,7 @@ from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
+from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.resolve import locate_weights
 from finetune.precision import autocast_dtype
 from finetune.progress import step_bar
@@ -504,4 +505,6 @@ def _write_temperature(path: Path, temperature: float, split: str) -> None:
     """Write the temperature, and the split it was fitted on, into config.json, atomically."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = {"temperature": temperature, "split": split}
+    if "checksums" in config:
+        config = add_checksums(config, path.parent)
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -20,6 +20,7 @@ from finetune.models.build import build_model
 from finetune.models.head import classifier_names
 from finetune.models.save import BuiltModel
 from finetune.models.summary import blocks_per_stage, count_parameters, summarize_model
+from finetune.models.weights.checksums import read_checksums, verify_checksum
 from finetune.models.weights.resolve import WEIGHT_FILES, locate_weights
 from finetune.recipe.load import load_run_recipe
 from finetune.run.directory import RunDir
@@ -48,7 +49,7 @@ def model_info(
         tokens), "depth" (blocks per stage), "layers", "preprocessing", "weights" and "adapter"
         (None without an adapter). For a run directory, "trainable" counts the parameters that the
         run trained.
-    Raises: WeightsError if the model does not exist; RecipeError for an invalid size.
+    Raises: WeightsError if the model does not exist or is damaged; RecipeError for an invalid size.
     """
     name = str(model)
     recipe = load_run_recipe(name)
@@ -117,8 +118,13 @@ def _describe_weights(name: str, provenance: Mapping[str, Any]) -> dict[str, Any
     path, repository = _find_cached_weights(name, known["repository"])
     if repository is not None:
         known["repository"] = repository
-    file = path.name if path is not None else None
-    return {**known, "file": file, "sha256": _weights_sha256(path) if path is not None else None}
+    if path is None:
+        return {**known, "file": None, "sha256": None}
+    sha256 = _weights_sha256(path)
+    if path.with_name("config.json").is_file():
+        checksums = read_checksums(path.parent, source=name)
+        verify_checksum(path.name, sha256, checksums, source=name)
+    return {**known, "file": path.name, "sha256": sha256}
 
 
 def _find_cached_weights(name: str, repository: str | None) -> tuple[Path | None, str | None]:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.models.lora import base_state_dict
+from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
 from finetune.transforms.preprocessing import Preprocessing
 
@@ -76,7 +77,8 @@ def save_model(
     `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
 
     Args:
-        folder: an existing temporary folder, which the caller then moves into place.
+        folder: an existing temporary folder, which the caller then moves into place; may have an
+            adapter already.
         built: the result of build_model().
         state_dict: the trained weights, with the tensor names of the base model; an adapter must be
             merged.
@@ -101,7 +103,7 @@ def save_model(
         config["problem_type"] = MULTILABEL_PROBLEM_TYPE
     if thresholds is not None:
         config["calibration"] = {"thresholds": list(thresholds), "split": "val"}
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(add_checksums(config, folder), indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 

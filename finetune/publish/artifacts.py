@@ -100,14 +100,17 @@ def _write_data_and_collect_card(
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     text = format_json(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = dict(record.get("plan", {}).get("weights", {}))
     weights["source"] = _drop_folders(str(weights.get("source") or ""))
     return CardContent(
         recipe=recipe,
         record=record,
         results=results,
-        config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        sha256=file_sha256(folder / "model.safetensors"),
+        config=config,
+        # the recorded one, because the file may have been damaged since
+        sha256=config.get("checksums", {}).get(MODEL_FILES[1])
+        or file_sha256(folder / MODEL_FILES[1]),
         weights=weights,
     )
 

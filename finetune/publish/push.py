@@ -23,6 +23,7 @@ from huggingface_hub import constants
 from finetune import __version__
 from finetune.errors import HubError, Interrupted, redact_urls
 from finetune.log import logger
+from finetune.models.weights.checksums import verify_model_folder
 from finetune.process_lifecycle import handle_interrupts
 from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
 from finetune.publish.permissions import DEFAULT_BRANCH, check_rights
@@ -66,7 +67,7 @@ def push(
     Returns: a dict with keys `repository`, `url`, `commit` (its sha), `changed` (False if the Hub
         already had all files, so there is no new commit), `revision`, `files` and `deleted`.
     Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
-        missing; HubError if the Hub refuses or fails; Interrupted after a signal.
+        missing or damaged; HubError if the Hub refuses or fails; Interrupted after a signal.
     """
     options = {"--revision": revision, "--message": message}
     retry_command = shlex.join(
@@ -118,10 +119,11 @@ def push(
 def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
     """Return the folder to push, the allowed file names, and True if it belongs to a run.
 
-    Raises: CheckpointError or WeightsError if the model or the adapter is missing.
+    Raises: CheckpointError or WeightsError if the model or the adapter is missing or damaged.
     """
     is_run = is_run_dir(run)
     folder = run / "model" if is_run else run
+    verify_model_folder(folder, source=str(run))
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
     return (

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
 from finetune.errors import CheckpointError, HubError, WeightsError, holds_secret
+from finetune.files import file_sha256
 from finetune.hub.client import call_hub, redact
 from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 REQUIRED_FILES = ("config.json", "model.safetensors")
+_SHA256_IN_CARD = re.compile(r"model\.safetensors: sha256 `([0-9a-f]{64})`")
 
 
 def is_run_dir(folder: Path) -> bool:
@@ -152,12 +154,17 @@ def _searchable_bytes(path: Path) -> bytes:
 
 
 def check_card(repository: str, files: Mapping[str, Path]) -> None:
-    """Check that the Hub accepts the card's metadata. Raises: HubError with the Hub's reason."""
+    """Check that the card has the sha256 of the weights, and that the Hub accepts its metadata.
+
+    Raises: WeightsError for the sha256 of other weights; HubError with the Hub's reason.
+    """
     if "README.md" not in files:
         return
     path = files["README.md"]
     try:
         text = path.read_text(encoding="utf-8")
+        if (match := _SHA256_IN_CARD.search(text)) and "model.safetensors" in files:
+            _check_sha256_in_card(path, match[1], file_sha256(files["model.safetensors"]))
         ModelCard(text)
         errors, warnings = call_hub(repository, _validate_card_on_hub, text)
     except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8
@@ -169,6 +176,15 @@ def check_card(repository: str, files: Mapping[str, Path]) -> None:
         )
     if warnings:
         logger.info(f"README.md: the hub warns: {warnings}")
+
+
+def _check_sha256_in_card(card: Path, sha256_in_card: str, sha256: str) -> None:
+    if sha256 != sha256_in_card:
+        raise WeightsError(
+            f"{card}: describes weights with sha256 {sha256_in_card}, but model.safetensors has "
+            f"{sha256}; put the card and the weights of the same model into the folder",
+            code="weights.damaged",
+        )
 
 
 def _validate_card_on_hub(text: str) -> tuple[str, str]:

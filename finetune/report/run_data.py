@@ -24,6 +24,7 @@ from finetune import formatting
 from finetune.errors import CheckpointError, RecipeError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.formatting import MISSING
+from finetune.models.weights.checksums import verify_model_folder
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
@@ -239,8 +240,8 @@ def check_run_directory(path: Path) -> None:
 def read_run(path: Path) -> Run:
     """Read a run directory, and check the type of every value that the page shows.
 
-    Raises: RecipeError if `path` is not a run directory; CheckpointError if one of its files is
-        damaged, or the run has no metrics yet.
+    Raises: RecipeError if `path` is not a run directory; CheckpointError or WeightsError if one of
+        its files is damaged; CheckpointError if the run has no metrics yet.
     """
     check_run_directory(path)
     record, results = _read_json(path, "run.json"), _read_json(path, "results.json")
@@ -252,6 +253,8 @@ def read_run(path: Path) -> Run:
             code="checkpoint.not_finished",
         )
     names = _read_json(path, "model/config.json").get("label_names") or []
+    if (path / "model" / "config.json").is_file():
+        verify_model_folder(path / "model", source=str(path))
     num_classes = max(
         len((results.get(split) or {}).get(key, ()))
         for split in ("val", "test")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
 
-from finetune.errors import CheckpointError, SetupError
+from finetune.errors import CheckpointError, SetupError, WeightsError
 from finetune.files import (
     explain_disk_errors,
     file_sha256,
@@ -33,6 +33,7 @@ from finetune.files import (
 )
 from finetune.formatting import pluralize
 from finetune.log import logger, warn_once
+from finetune.models.weights.checksums import verify_model_folder
 from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
@@ -148,12 +149,13 @@ class RunDir:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the run. Returns: its content, or None if it does not exist.
 
-        Raises: CheckpointError if it cannot be read, or is not valid.
+        Raises: CheckpointError if it cannot be read or is not valid, or if the results of a
+            finished run are those of another model.
         """
         path = self.path / name
         limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
         try:
-            return check_json_types(path, load_json(path, max_bytes=limit))
+            content = check_json_types(path, load_json(path, max_bytes=limit))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
@@ -162,6 +164,22 @@ class RunDir:
                 "or train in another --out",
                 code="checkpoint.damaged",
             ) from error
+        if name == "results.json":
+            self._check_results_of_this_model(content)
+        return content
+
+    def _check_results_of_this_model(self, results: dict[str, Any]) -> None:
+        """Raise CheckpointError if run.json of a finished run has the sha256 of another model."""
+        record = self.read_json("run.json") or {}
+        expected, actual = (each.get("model_sha256") for each in (record, results))
+        # an extended run replaces model/ before it is finished again
+        if record.get("status") == "done" and expected not in (None, actual):
+            raise CheckpointError(
+                f"{self.path / 'results.json'}: these are results of another model (model_sha256 "
+                f"is {actual}, in run.json {expected}); restore it from a copy, or train in "
+                "another --out",
+                code="checkpoint.damaged",
+            )
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -274,10 +292,16 @@ class RunDir:
                     remove_path(path)
 
     def has_model(self) -> bool:
-        """True if `model/` has the files that a loader needs."""
-        return all(
-            (self.model_folder / name).is_file() for name in ("config.json", "model.safetensors")
-        )
+        """True if `model/` has the files that a loader needs; damage is logged as a warning."""
+        names = ("config.json", "model.safetensors")
+        if not all((self.model_folder / name).is_file() for name in names):
+            return False
+        try:
+            verify_model_folder(self.model_folder, source=str(self.path))
+        except WeightsError as error:
+            logger.warning(f"rebuilding model/: {error}")
+            return False
+        return True
 
     def verify_checkpoint(self, step: int) -> str | None:
         """Compare a checkpoint with its manifest. Returns: the problem, or None if it is intact."""

@@ -72,6 +72,7 @@ class RunRecord(TypedDict, total=False):
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
     weights_sha256: str | None  # sha256 of the weights file that training started from
+    model_sha256: str  # sha256 of the weights in model/
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded
     # size and machine, only with `data.micro_batch: auto`; a malformed entry is ignored when read
@@ -105,6 +106,7 @@ class Results(TypedDict, total=False):
     train: SplitMetrics | None  # the last line of the training metrics
     steps: _Count
     best_step: _Count
+    model_sha256: str  # sha256 of the weights in model/ that were evaluated
     claims: list[dict[str, Any]]
     warnings: list[str]
 

@@ -19,11 +19,12 @@ from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.models.lora import save_adapter
 from finetune.models.save import save_model
+from finetune.models.weights.checksums import read_checksums
 from finetune.precision import autocast_dtype
 from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write_artifacts
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import read_record
+from finetune.run.record import read_record, write_record
 from finetune.training.accelerator import run_on_main
 from finetune.training.sanity import check_results, raise_if_diverged
 from finetune.training.trainer_state import TrainerState
@@ -187,10 +188,14 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
 def _write_model_folder(
     trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> None:
-    """Write model/, with the results known so far."""
+    """Write model/, with the results known so far, and add its sha256 to results and run.json."""
     setup, run = trainer.setup, trainer.run
 
     def write(folder: Path) -> None:
+        if trainer.recipe.model.adapter is not None:
+            save_adapter(
+                folder / "adapter", trainer.eval_model(), base_model_name=base_model_name(run)
+            )
         save_model(
             folder,
             setup.built,
@@ -201,14 +206,12 @@ def _write_model_folder(
             multilabel=setup.is_multilabel,
             thresholds=results.get("thresholds"),
         )
-        if trainer.recipe.model.adapter is not None:
-            save_adapter(
-                folder / "adapter", trainer.eval_model(), base_model_name=base_model_name(run)
-            )
+        results["model_sha256"] = read_checksums(folder, source=str(run.path))["model.safetensors"]
         repository = trainer.recipe.run.push_to
         write_artifacts(folder, run, results, repository=repository, with_plots=False)
 
     run.publish_model(write, num_bytes=sum(tensor.nbytes for tensor in weights.values()))
+    write_record(run, {**read_record(run), "model_sha256": results["model_sha256"]})
 
 
 def _use_full_split_indices(

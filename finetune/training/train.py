@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
@@ -23,6 +24,7 @@ from finetune.formatting import pluralize
 from finetune.log import logger
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import load_base_state_dict
+from finetune.models.weights.checksums import verify_model_folder
 from finetune.models.weights.read import read_tensors
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
@@ -213,10 +215,16 @@ def _build_trainer(
     setup.check_transforms()
     setup.sampler.check_world_size(accelerator.num_processes)
     if init_from is not None:
-        file = init_from / "model" / "model.safetensors"
-        weights = run_on_main(accelerator, lambda: read_tensors(file))
+        weights = run_on_main(accelerator, lambda: _read_stage_weights(init_from))
         load_base_state_dict(setup.built.model, weights)
     return build_trainer_state(setup, accelerator, run)
+
+
+def _read_stage_weights(stage: Path) -> dict[str, Tensor]:
+    """Read the best weights of a stage. Raises: WeightsError if they are damaged."""
+    folder = stage / "model"
+    verify_model_folder(folder, source=str(folder))
+    return read_tensors(folder / "model.safetensors")
 
 
 def _dry_run(trainer: TrainerState) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from torch import Tensor
 from finetune.cli.main import main
 from finetune.commands.average import average_runs, interpolate_weights, mean_weights
 from finetune.commands.evaluate import evaluate_model
+from finetune.files import file_sha256
+from finetune.models.weights.checksums import add_checksums
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.train import train
@@ -134,6 +136,7 @@ def test_runs_with_the_same_base_weights_but_other_metadata_are_averaged(
     relicensed = shutil.copytree(runs / "b", tmp_path / "other")
     config = json.loads((relicensed / "model" / "config.json").read_text())
     config["pretrained_cfg"]["license"] = "of-another-copy"
+    config = add_checksums(config, relicensed / "model")
     (relicensed / "model" / "config.json").write_text(json.dumps(config))
     average_runs([str(runs / "a"), str(relicensed)], out=str(tmp_path / "out"))
 
@@ -199,10 +202,14 @@ def test_invalid_arguments_and_damaged_runs_are_refused(runs: Path, tmp_path: Pa
         average_runs([str(runs / "a" / "model"), b], out=out)
     with refused("weights.unsupported", "random weights"):
         average_runs([str(runs / "first"), b], out=out)
-    truncated = shutil.copytree(a, tmp_path / "cut") / "model" / "model.safetensors"
-    truncated.write_bytes(truncated.read_bytes()[:-100])
-    with refused("weights.damaged", "model.safetensors"):
-        average_runs([str(tmp_path / "cut"), b], out=out)
+    damaged_weights = shutil.copytree(a, tmp_path / "cut") / "model" / "model.safetensors"
+    for content in (
+        damaged_weights.read_bytes()[:-100],
+        (runs / "b/model" / damaged_weights.name).read_bytes(),
+    ):
+        damaged_weights.write_bytes(content)
+        with refused("weights.damaged", "model.safetensors"):
+            average_runs([str(tmp_path / "cut"), b], out=out)
     config = shutil.copytree(b, tmp_path / "damaged") / "model" / "config.json"
     config.write_text("{")
     with refused("weights.damaged", "config.json"):
@@ -230,6 +237,11 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
     train(finetune_recipe(runs / "b" / "model", "optim.steps=1"), tmp_path / "other")
     with refused("weights.wrong_version", tmp_path / "other"):
         average_runs([a, str(tmp_path / "other")], out=out)
+    recorded = {**json.loads((runs / "a" / "run.json").read_text()), "weights_sha256": "0" * 64}
+    shutil.copytree(a, tmp_path / "replaced")
+    (tmp_path / "replaced" / "run.json").write_text(json.dumps(recorded))
+    with refused("weights.wrong_version", "0" * 64, file_sha256(base / "model.safetensors")):
+        average_runs([str(tmp_path / "replaced")], alphas=[0.5], out=out)
     train(finetune_recipe(base, "data.val_fraction=0", "optim.steps=1"), tmp_path / "none")
     with refused("data.no_split", tmp_path / "none"):
         average_runs([str(tmp_path / "none")], alphas=[0.5], out=out)

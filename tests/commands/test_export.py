@@ -23,6 +23,7 @@ from finetune.files import file_sha256
 from finetune.inference import Classifier
 from finetune.models.build import build_model
 from finetune.models.save import save_model
+from finetune.models.weights.checksums import add_checksums
 
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
@@ -228,7 +229,7 @@ def test_temperature_is_exported(fake_export: None, run_of_folder: Path, tmp_pat
     path = run_of_folder / "model" / "config.json"
     config = json.loads(path.read_text("utf-8"))
     config["calibration"] = {"temperature": 1.75, "split": "val"}
-    path.write_text(json.dumps(config), "utf-8")
+    path.write_text(json.dumps(add_checksums(config, path.parent)), "utf-8")
     result = export_model(str(run_of_folder), out=str(tmp_path / "out"))
     assert json.loads(Path(result["preprocessing"]).read_text("utf-8"))["temperature"] == 1.75
 

@@ -19,6 +19,7 @@ import timm
 import torch
 from hub_store import check_card
 from huggingface_hub import ModelCard
+from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -493,7 +494,7 @@ class TestOtherCommands:
         shutil.copytree(workspace / "tuned", workspace / "worse")
         weights = load_file(workspace / "worse" / "model" / "model.safetensors")
         weights["head.weight"] = -weights["head.weight"]
-        save_file(weights, workspace / "worse" / "model" / "model.safetensors")
+        save_file(weights, forget_checksums(workspace / "worse" / "model") / "model.safetensors")
         runs = [str(workspace / "worse"), str(workspace / "tuned")]
         result = average_runs(runs, out=str(workspace / "soup"), greedy=True)
         assert result["chosen"] == "tuned"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from networks import forget_checksums
 from PIL import Image, ImageColor
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -32,6 +33,7 @@ from finetune.data.pixel_store import build_pixel_store
 from finetune.errors import WeightsError
 from finetune.inference import Classifier
 from finetune.models.save import BuiltModel, save_model
+from finetune.models.weights.checksums import add_checksums
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 
@@ -266,7 +268,7 @@ def with_temperature(model: Path, folder: Path, temperature: float) -> Path:
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["calibration"] = {"temperature": temperature, "split": "val"}
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    (folder / "config.json").write_text(json.dumps(add_checksums(config, folder)), "utf-8")
     return folder
 
 
@@ -428,7 +430,7 @@ def test_closing_the_iterator_stops_a_running_batch(
 
 def test_failed_prediction_keeps_the_old_files(model: Path, photos: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(model, broken)
+    forget_checksums(shutil.copytree(model, broken))
     tensors = load_file(broken / "model.safetensors")
     # finite weights whose outputs are not finite
     save_file(

@@ -281,9 +281,9 @@ def test_damaged_log_lines(
     fault("damaged lines and an incomplete last line in metrics.jsonl", "only those lines are lost")
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
+@pytest.mark.parametrize("damage", DAMAGE_KINDS)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_damaged_final_model(
+def test_a_damaged_final_model_is_refused_and_rebuilt(
     name: str, damage: str, finished_run: Path, tmp_path: Path, fault
 ) -> None:
     out = copy_run(finished_run, tmp_path / "run")
@@ -294,20 +294,19 @@ def test_a_damaged_final_model(
         assert result.error_code.startswith(("weights.", "checkpoint."))
         assert "Traceback" not in result.output
     fault("damaged model/ of a finished run", "predict and eval end with exit code 4")
+    check_rebuilt_model(out, finished_run)
+    fault("damaged model/ of a finished run, --resume", "rebuilt from the checkpoint")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", ""])
-def test_a_deleted_final_model_is_rebuilt(
-    name: str, finished_run: Path, tmp_path: Path, fault
-) -> None:
+def test_a_deleted_final_model_is_rebuilt(finished_run: Path, tmp_path: Path, fault) -> None:
     out = copy_run(finished_run, tmp_path / "run")
-    if name:
-        (out / "model" / name).unlink()
-    else:
-        shutil.rmtree(out / "model")
+    shutil.rmtree(out / "model")
+    check_rebuilt_model(out, finished_run)
+    fault("model/ of a finished run is deleted", "--resume rebuilds it from the checkpoint")
+
+
+def check_rebuilt_model(out: Path, finished_run: Path) -> None:
     check_child_success(resume(out))
     check_same_result(out, finished_run)
-    assert {path.name for path in (out / "model").iterdir()} == {
-        path.name for path in (finished_run / "model").iterdir()
-    }
-    fault("model/ of a finished run is deleted", "--resume rebuilds it from the checkpoint")
+    for name in ("model.safetensors", "config.json"):
+        assert (out / "model" / name).read_bytes() == (finished_run / "model" / name).read_bytes()

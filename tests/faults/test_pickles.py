@@ -33,6 +33,7 @@ import torch
 from forked_runs import disable_report_and_plots
 from hub_fixtures import CARD, hub, sleep_durations
 from hub_server import HubServer
+from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 
@@ -257,7 +258,7 @@ runs:
 
 def replace_weights(run_dir: Path, content: bytes, name: str) -> None:
     """Replace the weights of a run by a malicious file."""
-    (run_dir / "model" / "model.safetensors").unlink()
+    (forget_checksums(run_dir / "model") / "model.safetensors").unlink()
     (run_dir / "model" / name).write_bytes(content)
 
 
@@ -548,7 +549,7 @@ def test_json_that_points_to_a_pickle(
     """timm would read weights from the path in config.json."""
     Path("trap.bin").write_bytes(malicious_files(runner.canary)["torch zip"])
     pickle_path = str(Path("trap.bin").absolute())
-    original = json.loads((run_dir / "model" / "config.json").read_text())
+    original = json.loads((forget_checksums(run_dir / "model") / "config.json").read_text())
     loader_keys = {
         "file": pickle_path,
         "url": f"file://{pickle_path}",
@@ -581,7 +582,7 @@ def test_json_that_points_to_a_pickle(
 def test_a_push_of_a_pickle(
     hub: HubServer, runner: CommandRunner, run_dir: Path, fault: Callable[..., None]
 ) -> None:
-    (run_dir / "model" / "model.safetensors").write_bytes(
+    (forget_checksums(run_dir / "model") / "model.safetensors").write_bytes(
         malicious_files(runner.canary)["torch zip"]
     )
     shutil.copytree(run_dir / "model", "plain")

@@ -282,8 +282,18 @@ class TestRefused:
             (lambda f: (f / "README.md").write_text("---\nlicense: none-such\n---\n"), HubError),
             (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04 pickled"), WeightsError),
             (lambda f: (f / "config.json").unlink(), WeightsError),
+            (
+                lambda f: (f / "config.json").write_text(json.dumps({"checksums": {}})),
+                WeightsError,
+            ),
+            (
+                lambda f: (f / "README.md").write_text(
+                    f"{CARD}- model.safetensors: sha256 `{'0' * 64}`\n"
+                ),
+                WeightsError,
+            ),
         ],
-        ids=["token", "license", "pickle", "incomplete"],
+        ids=["token", "license", "pickle", "incomplete", "changed", "card of other weights"],
     )
     def test_invalid_model(
         self,

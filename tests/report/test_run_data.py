@@ -7,6 +7,7 @@ import pytest
 from refusals import refused
 from report_runs import metric_lines, write_run_dir
 
+from finetune.models.weights.checksums import add_checksums
 from finetune.report.run_data import (
     format_count,
     format_decimal,
@@ -108,6 +109,16 @@ class TestReadRun:
         metrics = path / "metrics.jsonl"
         metrics.write_text(f'{{"step": 5}}\n{metrics.read_text()}{{"step": 50, "spl')
         assert read_run(path).history == metric_lines()
+
+    def test_changed_model_is_refused(self, tmp_path: Path) -> None:
+        path = write_run_dir(tmp_path / "run")
+        (path / "model" / "model.safetensors").write_text("weights")
+        config = add_checksums({"label_names": ["a"]}, path / "model")
+        (path / "model" / "config.json").write_text(json.dumps(config))
+        assert read_run(path).class_name(0) == "a"
+        (path / "model" / "model.safetensors").write_text("other weights")
+        with refused("weights.damaged", path, "model.safetensors"):
+            read_run(path)
 
     def test_lone_surrogates_are_read(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")

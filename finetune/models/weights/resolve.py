@@ -18,6 +18,7 @@ from finetune.files import file_sha256
 from finetune.hub.download import download_first, download_hub_file, download_url
 from finetune.models.architectures import transformers_classifier
 from finetune.models.weights import google_npz, python_package, transformers_config
+from finetune.models.weights.checksums import read_checksums, verify_checksum
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.rename import rename_tensors
 from finetune.models.weights.timm_config import (
@@ -201,6 +202,7 @@ def _from_hub(name: str, pretrained: bool) -> Weights:
         )
     file = download_hub_file(repository, "config.json", revision or None, display_name=name)
     weights = read_timm_config(file.path, name, repository=repository, revision=file.commit)
+    checksums = read_checksums(file.path.parent, source=name)
     if not pretrained:
         return weights
     if weights.class_names is None and repository.startswith("timm/"):
@@ -210,7 +212,7 @@ def _from_hub(name: str, pretrained: bool) -> Weights:
     file = download_first(
         repository, WEIGHT_FILES, file.commit or revision or None, display_name=name
     )
-    return _add_tensors(file.path, weights, file.sha256)
+    return _add_tensors(file.path, weights, file.sha256, checksums)
 
 
 def _from_transformers(name: str, pretrained: bool) -> Weights:
@@ -246,17 +248,18 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
             code="weights.no_config",
         )
     weights = read_timm_config(config_path, source)
+    checksums = read_checksums(folder, source=source)
     if not pretrained:
         return weights
     paths = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
     for suffix in (".safetensors", *PICKLE_SUFFIXES):
         paths += sorted(path for path in folder.glob(f"*{suffix}") if not path.is_fifo())
-    if not paths:
+    if not paths or (checksums and paths[0].name not in checksums):
         raise WeightsError(
             f"{source}: no weights next to config.json; expected model.safetensors",
             code="weights.not_found",
         )
-    return _add_tensors(paths[0], weights)
+    return _add_tensors(paths[0], weights, checksums=checksums)
 
 
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
@@ -281,12 +284,13 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         provenance |= {"file": path.name, "sha256": file_sha256(path)}
         weights = Weights(architecture, model_args, config, state, None, provenance)
         return weights if pretrained else replace(weights, state=None)
-    config_path = path.with_name("config.json")
+    config_path, checksums = path.with_name("config.json"), None
     if given is not None:
         weights = Weights(given, {}, registered_config(given), provenance=provenance)
     elif config_path.is_file():
         # the license in config.json applies to its folder's weights, not to any file next to it
         weights = replace(read_timm_config(config_path, source), provenance=provenance)
+        checksums = read_checksums(path.parent, source=source)
     else:
         read_tensors(path)  # if the file itself is damaged, report that first
         raise WeightsError(
@@ -294,19 +298,27 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
             f"or set model.args.architecture, for example vit_base_patch16_224",
             code="weights.no_config",
         )
-    return _add_tensors(path, weights) if pretrained else weights
+    return _add_tensors(path, weights, checksums=checksums) if pretrained else weights
 
 
-def _add_tensors(path: Path, weights: Weights, sha256: str | None = None) -> Weights:
+def _add_tensors(
+    path: Path,
+    weights: Weights,
+    sha256: str | None = None,
+    checksums: Mapping[str, str] | None = None,
+) -> Weights:
     """Add a file's tensors to the weights, and the file's name and sha256 to the provenance.
 
     Args:
         path: the weights file.
         weights: the weights without tensors.
         sha256: sha256 of the file; computed if None.
+        checksums: result of `read_checksums`; None without a config.json.
+    Raises: WeightsError if the file cannot be read, or does not match its checksum.
     """
     tensors = read_tensors(path)
     file = {"file": path.name, "sha256": sha256 or file_sha256(path)}
+    verify_checksum(path.name, file["sha256"], checksums or {}, source=weights.provenance["source"])
     model_args = weights.model_args
     if path.suffix == ".npz":
         _, npz_args, tensors = google_npz.convert_checkpoint(tensors, source=path.name, args={})

@@ -1,0 +1,125 @@
+"""Checksums of a saved model in its config.json: written by `save_model`, verified by every reader.
+
+The entry `checksums` of config.json has the sha256 of each file that was saved with it, and of its
+own other entries. So damage is found wherever the folder is copied. The run.json of a finished run
+also has the sha256 of its weights, which reveals a model/ of another run. A folder without the
+entry, such as one from timm, is not verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import WeightsError
+from finetune.files import file_sha256
+from finetune.models.weights.timm_config import read_untrusted_json
+
+__all__ = ["add_checksums", "read_checksums", "verify_checksum", "verify_model_folder"]
+
+WEIGHTS_FILE = "model.safetensors"
+# Files whose checksums are stored, if the folder has them.
+_CHECKED_FILES = (
+    WEIGHTS_FILE,
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+)
+_ADVICE = (
+    "restore it from a copy or download it again; train --resume rebuilds the model/ of a run from "
+    "its checkpoint"
+)
+
+
+def add_checksums(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the content of config.json with the checksums of itself and of the folder's files.
+
+    Args:
+        config: the content; an old entry `checksums` is replaced.
+        folder: the folder with the weights and, if there is one, the adapter.
+    """
+    content = json.loads(json.dumps(config))  # as a reader gets it, for example with lists
+    paths = {name: folder / name for name in _CHECKED_FILES}
+    files = {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
+    return {**config, "checksums": {**files, "config.json": _config_sha256(content, files)}}
+
+
+def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
+    """Verify config.json, and return the checksums of the other files without reading these.
+
+    Args:
+        folder: the model folder.
+        source: name of the model as the user gave it, for messages.
+    Returns: {file name: sha256}; empty if neither config.json nor run.json has checksums.
+    Raises: WeightsError if config.json was changed, or if the folder is the model/ of a finished
+        run, but has other weights than the run.
+    """
+    content = read_untrusted_json(folder / "config.json", f"{source}: config.json")
+    stored = content.get("checksums") if isinstance(content, dict) else None
+    files = dict(stored) if isinstance(stored, dict) else {}
+    if stored is not None and files.pop("config.json", None) != _config_sha256(content, files):
+        raise WeightsError(
+            f"{source}: config.json was changed after it was written (its sha256 differs); "
+            f"{_ADVICE}; if you edited it yourself, remove its entry 'checksums'",
+            code="weights.damaged",
+        )
+    recorded = _weights_sha256_of_run(folder)
+    if recorded is not None and files.setdefault(WEIGHTS_FILE, recorded) != recorded:
+        raise WeightsError(
+            f"{source}: model/ is not the one that this run wrote (run.json has the sha256 "
+            f"{recorded}); {_ADVICE}",
+            code="weights.damaged",
+        )
+    return files
+
+
+def verify_checksum(name: str, sha256: str, checksums: Mapping[str, str], *, source: str) -> None:
+    """Compare the sha256 of a file with its checksum.
+
+    Args:
+        name: name of the file in the folder.
+        sha256: sha256 of the file.
+        checksums: result of `read_checksums`; a file that it does not name is accepted.
+        source: name of the model as the user gave it, for messages.
+    Raises: WeightsError if they differ.
+    """
+    if sha256 != (expected := checksums.get(name, sha256)):
+        raise WeightsError(
+            f"{source}: {name} is damaged or belongs to another model (its sha256 is {sha256}, "
+            f"config.json has {expected}); {_ADVICE}",
+            code="weights.damaged",
+        )
+
+
+def verify_model_folder(folder: Path, *, source: str) -> None:
+    """Verify config.json and all files of the folder that have a checksum.
+
+    Args: same as for `read_checksums`.
+    Raises: WeightsError naming the file that was changed.
+    """
+    checksums = read_checksums(folder, source=source)
+    for name in _CHECKED_FILES:
+        if name in checksums and (folder / name).is_file():
+            verify_checksum(name, file_sha256(folder / name), checksums, source=source)
+
+
+def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Return the sha256 of a config.json's content with only these checksums, in any layout."""
+    text = json.dumps({**content, "checksums": files}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _weights_sha256_of_run(folder: Path) -> Any:
+    """Return the sha256 that run.json has for this model/; None unless the run is finished.
+
+    A run that was extended replaces model/ before it is finished again.
+    """
+    path = folder.absolute()
+    record_path = path.parent / "run.json"
+    if path.name != "model" or not record_path.is_file():
+        return None
+    record = read_untrusted_json(record_path, str(record_path))
+    is_done = isinstance(record, dict) and record.get("status") == "done"
+    return record.get("model_sha256") if is_done else None

@@ -43,6 +43,7 @@ def train(
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
+    from finetune.run.directory import resume_command
 
     check_override_conflicts(overrides)
     run = Path(out) if out else None
@@ -53,7 +54,12 @@ def train(
         if redact_urls(recipe) != recipe:  # the run does not store passwords and signatures
             overrides = (f"data.source={json.dumps(resolve_data_source(recipe))}", *overrides)
         recipe = str(run)
-    if resume and (Path(recipe) / "recipe.yaml").is_file():
+    if (Path(recipe) / "recipe.yaml").is_file():
+        if not resume:
+            raise RecipeError(
+                f"{recipe}: a run directory; continue it: {resume_command(Path(recipe))}",
+                code="recipe.not_a_recipe",
+            )
         recipe = str(Path(recipe) / "recipe.yaml")
     check_recipe_or_source(recipe)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)

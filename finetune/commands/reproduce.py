@@ -35,6 +35,7 @@ from finetune.log import logger
 from finetune.ranks import is_main_process
 from finetune.recipe.load import load_run_recipe
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import resume_command
 from finetune.run.integrity import load_json
 from finetune.run.record import read_finished_results
 from finetune.training.accelerator import destroy_process_group
@@ -233,7 +234,9 @@ def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
     try:
         return train(recipe, folder, resume=True, keep_process_group=True)
     except Interrupted as error:
-        message = str(error).replace("continue with --resume", "repeat the command to continue")
+        message = str(error).replace(
+            f"continue: {resume_command(folder)}", "repeat the command to continue"
+        )
         raise Interrupted(message, error.signal_number) from None
 
 

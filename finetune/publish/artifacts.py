@@ -22,7 +22,7 @@ from finetune.publish.model_card import CardContent, render_adapter_card, render
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys_without_seed
-from finetune.run.directory import RunDir, format_json
+from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
 from finetune.run.record import read_record
 
@@ -134,7 +134,7 @@ def rewrite_artifacts(
     results = run.read_json("results.json")
     if results is None or not all((run.model_folder / name).is_file() for name in MODEL_FILES):
         raise CheckpointError(
-            f"{run.path}: the run has no finished model; continue it with --resume, then push",
+            f"{run.path}: the run has no finished model; continue it: {resume_command(run.path)}",
             code="checkpoint.not_finished",
         )
 

@@ -18,7 +18,7 @@ from finetune.hub.client import call_hub, redact
 from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.artifacts import PUBLISHED_FILES
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 from finetune.run.record import read_record
 
 __all__ = [
@@ -45,7 +45,7 @@ def is_run_dir(folder: Path) -> bool:
         if not status.startswith("done") or not has_model:
             what = "has no model/" if status == "done" else f"is not finished ({status})"
             raise CheckpointError(
-                f"{folder}: {what}; continue the run with --resume, then push",
+                f"{folder}: {what}; continue the run: {resume_command(folder)}, then push",
                 code="checkpoint.not_finished",
             )
         return True

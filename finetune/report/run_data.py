@@ -27,7 +27,7 @@ from finetune.formatting import MISSING
 from finetune.models.weights.checksums import verify_model_folder
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 
 __all__ = [
     "SPLIT_NAMES",
@@ -249,7 +249,8 @@ def read_run(path: Path) -> Run:
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(
-            f"{path}: the run has no metrics yet (status: {status}); continue it with --resume",
+            f"{path}: the run has no metrics yet (status: {status}); continue it: "
+            f"{resume_command(path)}",
             code="checkpoint.not_finished",
         )
     names = _read_json(path, "model/config.json").get("label_names") or []

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -46,7 +47,7 @@ from finetune.run.integrity import (
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 
-__all__ = ["RunDir", "format_json"]
+__all__ = ["RunDir", "format_json", "resume_command"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
@@ -55,6 +56,11 @@ _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
 # not exclude another RunDir of the same process.
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
+
+
+def resume_command(path: Path) -> str:
+    """Return the command that continues the run in a folder, to copy from a message."""
+    return shlex.join(["finetune", "train", str(path), "--resume"])
 
 
 class RunDir:

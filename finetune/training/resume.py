@@ -6,6 +6,8 @@ Only rank 0 calls these functions; they neither run the model nor communicate wi
 from __future__ import annotations
 
 import hashlib
+import itertools
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,7 +18,7 @@ from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.recipe.load import load_recipe
 from finetune.recipe.training_keys import training_keys
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 from finetune.run.environment import collect_environment
 from finetune.run.record import read_record, write_record
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
@@ -114,10 +116,17 @@ def check_no_existing_run(run: RunDir) -> None:
     record = read_record(run)
     if run.checkpoint_steps() or _is_done(run, record):
         raise SetupError(
-            f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it "
-            "with --resume, or choose another --out",
+            f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it: "
+            f"{resume_command(run.path)}, or start a new one with {_new_out(run)}",
             code="setup.run_exists",
         )
+
+
+def _new_out(run: RunDir) -> str:
+    """Return the option that names a new folder next to the run."""
+    numbers = itertools.count(2)
+    paths = (run.path.with_name(f"{run.path.name}-{number}") for number in numbers)
+    return shlex.join(["--out", str(next(path for path in paths if not path.exists()))])
 
 
 def _is_done(run: RunDir, record: RunRecord) -> bool:
@@ -157,8 +166,8 @@ def _check_same_run(
     ):
         listed = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
-            f"{run.path}: cannot continue with a different recipe ({listed}); "
-            "restore the key, or choose another --out",
+            f"{run.path}: cannot continue with a different recipe ({listed}); continue with its "
+            f"own: {resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="recipe.not_this_run",
         )
     if record.get("precision", precision) != precision:
@@ -177,8 +186,8 @@ def _check_same_run(
     if changed_splits:
         raise DataError(
             f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
-            "(an image, label or class was added, removed or changed); restore it, or choose "
-            "another --out",
+            "(an image, label or class was added, removed or changed); restore it, then "
+            f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="data.changed",
         )
 

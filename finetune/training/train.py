@@ -29,7 +29,7 @@ from finetune.models.weights.read import read_tensors
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 from finetune.run.record import read_record, record_status, write_record
 from finetune.training.accelerator import (
     create_accelerator,
@@ -403,7 +403,7 @@ def _push_to_hub(run: RunDir, recipe: Recipe) -> None:
 
 def _stopped_message(run: RunDir) -> str:
     """Return the message for a signal when nothing needs to be saved."""
-    return f"{run.path}: stopped; continue with --resume"
+    return f"{run.path}: stopped; continue: {resume_command(run.path)}"
 
 
 def _saved_message(trainer: TrainerState) -> str:
@@ -411,7 +411,8 @@ def _saved_message(trainer: TrainerState) -> str:
     if not trainer.counters.step:
         return _stopped_message(trainer.run)
     steps = f"step {trainer.counters.step} of {trainer.setup.num_steps}"
-    return f"{trainer.run.path}: stopped at {steps} and saved; continue with --resume"
+    path = trainer.run.path
+    return f"{path}: stopped at {steps} and saved; continue: {resume_command(path)}"
 
 
 def _format_validation(metrics: dict[str, Any], step: int, *, best: bool) -> str:

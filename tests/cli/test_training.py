@@ -57,7 +57,9 @@ def test_a_run_directory_is_resumed_with_its_own_recipe(train: Double) -> None:
     assert main(["train", "runs/x", "--resume"]) == 0
     assert main(["train", "runs/x/recipe.yaml", "--resume"]) == 0
     assert [call[0][1] for call in train.calls] == [run, run]
-    assert main(["train", "runs/x"]) == 2  # without --resume, a folder is no recipe
+    check_bad_input(
+        BadInput("train runs/x", "recipe.not_a_recipe", "finetune train runs/x --resume")
+    )
 
 
 def test_text(train: Double, capsys: Captured) -> None:
@@ -111,6 +113,21 @@ WRONG_ARGUMENTS = {
         "recipe.not_a_recipe",
         "finetune reproduce other/plan.yaml",
         {"other/plan.yaml": PLAN},
+    ),
+    "a spreadsheet": BadInput(
+        "train t.xlsx", "data.wrong_format", "then give t.csv", {"t.xlsx": b"PK"}
+    ),
+    "a spreadsheet as CSV": BadInput(
+        "train csv:t.ods", "data.wrong_format", "then give t.csv", {"t.ods": b"PK"}
+    ),
+    "an archive": BadInput(
+        "train 'my photos.zip'",
+        "data.wrong_format",
+        "python -m zipfile -e 'my photos.zip' 'my photos'",
+        {"my photos.zip": b"PK"},
+    ),
+    "a compressed tar": BadInput(
+        "train p.tar.gz", "data.wrong_format", "python -m tarfile -e p.tar.gz p", {"p.tar.gz": b""}
     ),
     "start: a mistyped folder": BadInput("start photso", "data.not_found", "'photos'", PHOTOS),
     "start: an image": BadInput("start a.png", "data.wrong_source", "a.png"),

@@ -19,6 +19,7 @@ from finetune.commands.reproduce import format_plan_results, run_plan
 from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.evaluation.claims import VERDICTS
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import resume_command
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -159,8 +160,8 @@ def test_changed_choice_names_the_run_to_remove(
 def test_interruption_says_how_to_continue_the_plan(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raise_interrupted(*_: Any, **__: Any) -> dict[str, Any]:
-        raise Interrupted("stopped at step 3 of 9 and saved; continue with --resume", 2)
+    def raise_interrupted(recipe: Recipe, out: Path, **_: Any) -> dict[str, Any]:
+        raise Interrupted(f"stopped and saved; continue: {resume_command(out)}", 2)
 
     monkeypatch.setattr(experiments, "train", raise_interrupted)
     with pytest.raises(Interrupted, match="and saved; repeat the command to continue") as caught:

@@ -48,7 +48,7 @@ def test_run_without_checkpoint_restarts_and_one_with_needs_resume(run: RunDir) 
     assert start(run, make_setup()) == 0
     assert start(run, make_setup("optim.lr=2e-3")) == 0
     save(run, 2)
-    with refused("setup.run_exists", run.path, "running", "--resume"):
+    with refused("setup.run_exists", "running", f"finetune train {run.path} --resume"):
         start(run, make_setup("optim.lr=2e-3"))
     assert start(run, make_setup("optim.lr=2e-3"), resume=True) == 2
 
@@ -63,7 +63,8 @@ def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> 
         ("data.batch_size=32", "data.batch_size"),
         ("run.seed=1", "run.seed"),
     ):
-        with refused("recipe.not_this_run", *names):
+        commands = f"finetune train {run.path} --resume", f"--out {run.path}-2"
+        with refused("recipe.not_this_run", *names, *commands):
             start(run, make_setup(override), resume=True)
     with refused("recipe.not_this_run", "run.precision", "fp32", "bf16"):
         start(run, make_setup(), resume=True, precision="bf16")

@@ -104,7 +104,7 @@ def check_stopped(
         "the signal was not sent, or the function ran again after it"
     )
     stderr = capsys.readouterr().err
-    assert f"{out}: stopped; continue with --resume" in stderr
+    assert f"{out}: stopped; continue: finetune train {out} --resume" in stderr
     assert "left out" not in stderr
 
 

@@ -57,9 +57,10 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     """
     from finetune.data.decode_split import find_unreadable_images
     from finetune.data.open_source import open_source
+    from finetune.host_resources import num_cores
 
     opened = open_source(source, multilabel=multilabel)
-    unreadable = find_unreadable_images(opened)
+    unreadable = find_unreadable_images(opened, num_cores())
     error = None
     if unreadable:
         total = sum(len(split) for split in opened.splits.values())

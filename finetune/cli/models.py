@@ -318,7 +318,7 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
     return CommandResult({"file": str(path)}, str(path))
 
 
-@command("probe", example="finetune probe vit_base_patch16_224.dino --data folder:photos --knn 20")
+@command("probe", example="finetune probe vit_base_patch16_224.dino --data photos --knn 20")
 @model_argument
 @data_option
 @click.option("--split", help="test or val.  [default: test, else val]")

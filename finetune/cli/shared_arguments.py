@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from finetune.errors import RecipeError, WeightsError
-from finetune.recipe.paths import check_data_source, check_model_name, resolve_data_source
+from finetune.recipe.paths import check_model_name, resolve_data_source
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
@@ -74,8 +74,8 @@ def _check_not_a_recipe(model: str) -> None:
     )
 
 
-def _resolve_source(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    return resolve_data_source(value)
+def _resolve_source(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else resolve_data_source(value)
 
 
 model_argument = click.argument("model", callback=checked_by(check_model_argument))
@@ -83,6 +83,6 @@ source_argument = click.argument("source", callback=_resolve_source)
 data_option = click.option(
     "--data",
     metavar="SOURCE",
-    callback=checked_by(check_data_source),
+    callback=_resolve_source,
     help="Data source. Default: the data that MODEL was trained on.",
 )

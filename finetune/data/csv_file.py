@@ -9,9 +9,12 @@ name arbitrary local files. Symlinks in this folder are followed, as in class fo
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -20,10 +23,22 @@ from finetune.data.columns import find_columns_by_name
 from finetune.data.decode import open_dataset_file
 from finetune.data.split_names import SPLIT_ALIASES, sort_splits
 from finetune.errors import DataError, did_you_mean
-from finetune.formatting import format_bytes, pluralize, printable_path
+from finetune.formatting import (
+    escape_to_one_line,
+    format_bytes,
+    pluralize,
+    printable_path,
+)
 from finetune.log import warn_once
 
-__all__ = ["MAX_FILE_BYTES", "ClassNames", "find_labels_file", "read_csv"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "ClassNames",
+    "find_labels_file",
+    "find_training_table",
+    "read_csv",
+    "train_command",
+]
 
 _IMAGE_COLUMN_NAMES = (
     "path",
@@ -34,8 +49,12 @@ _IMAGE_COLUMN_NAMES = (
     "filepath",
     "image_path",
     "img",
+    "image_id",
+    "image_name",
+    "id",
 )
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
+_ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # of names without a suffix
 _LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
 MAX_FILE_BYTES = 2**28  # enough for millions of lines
 # pandas writes 0.0 and False
@@ -63,6 +82,33 @@ def find_labels_file(folder: Path) -> Path | None:
     `metadata.csv` is the file name of ImageFolder in `datasets`.
     """
     return next((folder / name for name in _LABEL_FILE_NAMES if (folder / name).is_file()), None)
+
+
+def find_training_table(folder: Path) -> Path | None:
+    """Return a CSV file that probably lists labels, such as the train.csv of Kaggle; None if none.
+
+    The user has to name such a file: it does not belong to the layout of a folder of images.
+    """
+    tables = sorted(folder.glob("*.csv"))
+    return next((each for each in tables if re.search("train|label", each.name.lower())), None)
+
+
+def train_command(file: Path) -> str:
+    """Return the command that trains on a CSV file, with its columns if they have other names."""
+    command = ["finetune", "train", f"csv:{file}"]
+    with contextlib.suppress(DataError):
+        _, header = next(_parse_records(file, _read_text(file)), (0, []))
+        others = [name.strip() for name in header]
+        for key, usual_names in (
+            ("image_column", _IMAGE_COLUMN_NAMES),
+            ("label_column", _LABEL_COLUMN_NAMES),
+        ):
+            usual = next((name for name in others if name.lower() in usual_names), None)
+            column = usual or next(iter(others), None)
+            if column is not None:
+                others.remove(column)
+                command += [] if usual else [f"data.{key}={column}"]
+    return escape_to_one_line(shlex.join(command))
 
 
 def read_csv(
@@ -130,13 +176,14 @@ def read_csv(
     if not rows:
         message = "has no rows below its header; add one line per image"
         raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
-    _check_files_exist(file, list(rows.values()))
-    _check_label_usage(file, label_columns, [row.label for row in rows.values()])
+    located = _locate_images(file, list(rows.values()))
+    _check_files_exist(file, located)
+    _check_label_usage(file, label_columns, [row.label for row in located])
     if repeated:
         lines = pluralize(repeated, "repeated line")
         warn_once(f"{printable_path(file)}: {lines} ignored; each image counts once")
     found: dict[str, list[tuple[str, ClassNames]]] = {}
-    for row in sorted(rows.values()):
+    for row in sorted(located):
         found.setdefault(row.split, []).append((row.path, row.label))
     return sort_splits(found), tuple(label_columns) if len(label_columns) > 1 else ()
 
@@ -325,6 +372,30 @@ def _check_duplicate_row(row: _ImageRow, other: _ImageRow) -> None:
             f"{path!r} is in {row.split} here, but in {other.split} in line {other.line}; keep one",
             code="data.ambiguous",
         )
+
+
+def _locate_images(file: Path, rows: list[_ImageRow]) -> list[_ImageRow]:
+    """Find images that are in a subfolder, or are listed without their suffix, as on Kaggle.
+
+    Returns: the rows with the paths of all their images, if there is only one such subfolder and
+        suffix; otherwise the same rows.
+    """
+    first = rows[0].path
+    if os.path.lexists(file.parent / first):
+        return rows
+    folders = ["", *sorted(entry.name for entry in os.scandir(file.parent) if entry.is_dir())]
+    places = [
+        (folder, suffix)
+        for folder in folders
+        for suffix in _ADDED_SUFFIXES
+        if all(os.path.lexists(file.parent / folder / (row.path + suffix)) for row in rows)
+    ]
+    if len(places) != 1:
+        return rows
+    ((folder, suffix),) = places
+    located = [row._replace(path=os.path.join(folder, row.path + suffix)) for row in rows]
+    warn_once(f"{printable_path(file)}: the image {first!r} is {located[0].path!r}, and so on")
+    return located
 
 
 def _check_files_exist(file: Path, rows: Sequence[_ImageRow]) -> None:

@@ -6,6 +6,8 @@ Canonical form: (H, W, 3) uint8 RGB, upright. To get there, the decoder
   - scales 16-bit gray to 8 bit (65535 -> 255), because a plain conversion would clip it to white;
   - scales float pixels, which must be in 0..1, and converts CMYK, YCbCr, palettes and 1-bit;
   - takes the first frame of an animation or the first of several pages, and warns once.
+
+HEIC and HEIF photos need the optional package pillow-heif.
 """
 
 # H W pixels, C channels
@@ -13,8 +15,10 @@ Canonical form: (H, W, 3) uint8 RGB, upright. To get there, the decoder
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import io
 import os
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -28,16 +32,18 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from finetune.errors import DataError
+from finetune.errors import DataError, install_hint
 from finetune.files import open_regular_file
 from finetune.formatting import printable_path
 from finetune.log import warn_once
 
 __all__ = [
+    "HEIC_HINT",
     "MAX_JPEG_BYTES",
     "MAX_PIXELS",
     "decode_image",
     "decode_jpeg",
+    "heif_decoder_version",
     "hwc_to_chw",
     "open_dataset_file",
 ]
@@ -52,6 +58,8 @@ MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
 _ORIENTATION_TAG = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_INTEGER_BYTES = {3: 2, 4: 4}  # bytes of SHORT and LONG, the types that TIFF 6.0 allows
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+HEIC_HINT = f"to read HEIC photos, {install_hint('heic')}"
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 # our own limit is lower and raises an error; PIL's warning would only repeat it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -121,18 +129,50 @@ def open_dataset_file(path: Path) -> IO[bytes]:
 
 
 @functools.lru_cache(maxsize=1)
+def heif_decoder_version() -> str | None:
+    """Return the version of pillow-heif, which decodes HEIC photos; None if it is not installed."""
+    try:
+        return importlib.metadata.version("pillow-heif")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _register_heif_format() -> None:
+    """Let PIL open HEIC photos. Call it only for such a file: the import takes 60 ms."""
+    import pillow_heif
+
+    # With thumbnails, `draft` would decode an embedded thumbnail instead of the photo. One thread,
+    # because several photos are decoded at the same time.
+    pillow_heif.register_heif_opener(
+        thumbnails=False, depth_images=False, aux_images=False, decode_threads=1
+    )
+
+
+@functools.lru_cache(maxsize=1)
 def _available_formats() -> list[str]:
     """List the formats that the installed PIL was built with."""
     Image.init()
     return [name for name in _ALLOWED_FORMATS if name in Image.OPEN]
 
 
+def _is_heic(head: bytes) -> bool:
+    return head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
+
+
 def _decode_stream(
     stream: IO[bytes], decode_size: int | None, max_pixels: int, buffer: np.ndarray | None
 ) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
+    formats = _available_formats()
+    head = stream.read(12)
+    stream.seek(0)
+    if _is_heic(head) and heif_decoder_version():
+        _check_heif_sizes(stream, max_pixels)
+        _register_heif_format()
+        formats = [*formats, "HEIF"]
     try:
-        image = Image.open(stream, formats=_available_formats())
+        image = Image.open(stream, formats=formats)
     except UnidentifiedImageError:
         stream.seek(0)
         raise _not_an_image_error(stream.read(256)) from None
@@ -145,6 +185,25 @@ def _decode_stream(
         return _decode_pil_image(
             image, decode_size, max_pixels, functools.partial(_decode_jpeg_stream, stream, buffer)
         )
+
+
+def _check_heif_sizes(stream: IO[bytes], max_pixels: int) -> None:
+    """Reject a HEIC photo with any part above the pixel limit: it would be decoded, then cropped.
+
+    Source: ISO/IEC 23008-12, 6.5.3 (the box ispe has version, flags, width and height).
+    """
+    for sizes in re.findall(rb"ispe\0.{3}(.{8})", stream.read(), re.DOTALL):
+        width, height = struct.unpack(">II", sizes)
+        if width * height > max_pixels:
+            raise _too_many_pixels(width, height, max_pixels)
+    stream.seek(0)
+
+
+def _too_many_pixels(width: int, height: int, max_pixels: int) -> DataError:
+    return DataError(
+        f"{width} x {height} pixels, more than the limit of {max_pixels:,}; make it smaller",
+        code="data.too_large",
+    )
 
 
 def _decode_jpeg_stream(
@@ -195,8 +254,10 @@ def _not_an_image_error(head: bytes) -> DataError:
         cause = "a Git LFS pointer, not the image itself; fetch it with `git lfs pull`"
     elif text.startswith((b"<!doctype html", b"<html")):
         cause = "an HTML page, not an image; download it again"
-    elif head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"):
-        cause = "a HEIC photo, which is not supported; convert it to JPEG"
+    elif _is_heic(head):
+        if heif_decoder_version():
+            return DataError("a damaged HEIC photo", code="data.damaged")
+        cause = f"a HEIC photo; {HEIC_HINT}"
     elif head.startswith(b"\0\0\1\0"):
         cause = "an icon, which is not supported; convert it to PNG"
     else:
@@ -217,10 +278,7 @@ def _decode_pil_image(
     """
     width, height = image.size
     if width * height > max_pixels:
-        raise DataError(
-            f"{width} x {height} pixels, more than the limit of {max_pixels:,}; make it smaller",
-            code="data.too_large",
-        )
+        raise _too_many_pixels(width, height, max_pixels)
     if image.format == "TIFF":
         _check_tiff_tiles(image, max_pixels)
     if width * height == 0:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.csv_file import ClassNames, find_labels_file, read_csv
+from finetune.data.csv_file import (
+    ClassNames,
+    find_labels_file,
+    find_training_table,
+    read_csv,
+    train_command,
+)
+from finetune.data.decode import HEIC_HINT, heif_decoder_version
 from finetune.data.encoded_images import FileImages
 from finetune.data.labels import check_distinct_class_names
 from finetune.data.multilabel import indicator_matrix
@@ -22,6 +29,7 @@ from finetune.log import warn_once
 __all__ = [
     "IMAGE_SUFFIXES",
     "SymlinkChecker",
+    "count_heic_photos",
     "open_image_folder",
     "source_from_files",
     "walk_images",
@@ -29,9 +37,10 @@ __all__ = [
 ]
 
 
+HEIF_SUFFIXES = (".heic", ".heif", ".hif")
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", *HEIF_SUFFIXES),
 )
 
 
@@ -89,7 +98,8 @@ def walk_images(
 
     Args:
         folder: top folder; hidden files and folders in it are skipped.
-        ignored: counter to which the names of files that are not images are added.
+        ignored: counter to which the names of files that are not images are added, and those of
+            HEIC photos if pillow-heif is not installed.
         symlink_checker: checker for each link; None to follow all links.
     Yields: paths, in no particular order. Images are recognized by suffix; no file is opened.
     Raises: DataError for a folder that cannot be listed or a link that is rejected.
@@ -109,7 +119,10 @@ def walk_images(
             if hidden and is_folder:
                 continue
             suffix = os.path.splitext(entry.name)[1].lower()
-            if not is_folder and (hidden or suffix not in IMAGE_SUFFIXES):
+            is_readable = suffix in IMAGE_SUFFIXES
+            if suffix in HEIF_SUFFIXES:
+                is_readable = heif_decoder_version() is not None
+            if not is_folder and (hidden or not is_readable):
                 ignored[printable_path(entry.name)] += 1
                 continue
             if symlink_checker and entry.is_symlink():
@@ -123,11 +136,21 @@ def walk_images(
 
 def warn_ignored_files(name: str, ignored: Counter[str]) -> None:
     """Warn about the files below the folder `name` that `walk_images` ignored, if any."""
-    if ignored:
-        examples = ", ".join(sorted(ignored)[:5])
-        warn_once(
-            f"{name}: ignored {pluralize(ignored.total(), 'file')} of other kinds: {examples}"
-        )
+    num_photos = count_heic_photos(ignored)
+    if num_photos:
+        warn_once(f"{name}: {pluralize(num_photos, 'HEIC photo')} left out; {HEIC_HINT}")
+    if others := [file for file in ignored if not _is_heic_photo(file)]:
+        number = pluralize(ignored.total() - num_photos, "file")
+        warn_once(f"{name}: ignored {number} of other kinds: {', '.join(sorted(others)[:5])}")
+
+
+def count_heic_photos(ignored: Counter[str]) -> int:
+    """Count the HEIC photos among the files that `walk_images` ignored."""
+    return sum(count for file, count in ignored.items() if _is_heic_photo(file))
+
+
+def _is_heic_photo(name: str) -> bool:
+    return name.lower().endswith(HEIF_SUFFIXES) and not name.startswith(".")
 
 
 def _list_folder(folder: str) -> list[os.DirEntry[str]]:
@@ -176,11 +199,26 @@ def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
             "number; add a labels.csv with the columns path and label (cat|dog)",
             code="data.no_labels",
         )
-    for csv_file in filter(None, csv_files.values()):
+    if len(class_folders) == 1 and folders.get("train") == root:
+        (name,) = class_folders
+        if len(_subfolders(root / name)) > 1:
+            raise DataError(
+                f"{source}: only one folder, {name!r}, which contains folders itself; did you mean "
+                f"'{os.path.join(path, name)}'?",
+                code="data.one_class",
+            )
+    table = find_training_table(Path(path).expanduser())
+    if table is not None and _are_not_classes(class_folders):
+        raise DataError(
+            f"{source}: no class folders, but {table.name} seems to list the labels; to train "
+            f"on them: {train_command(table)}",
+            code="data.no_labels",
+        )
+    for csv_file in filter(None, {*csv_files.values(), table}):
         named = ", ".join(sorted(class_folders)[:3])
         warn_once(
             f"{source}: the class folders ({named}) give the labels, and {csv_file.name} is "
-            f"ignored; to read its labels: csv:{printable_path(csv_file)}"
+            f"ignored; to train on its labels: {train_command(csv_file)}"
         )
     links = SymlinkChecker(
         (subfolder for folder in folders.values() for subfolder in _subfolders(folder)), source
@@ -284,6 +322,12 @@ def source_from_files(
     return Source(source, splits, class_names, description, indicator_columns)
 
 
+def _are_not_classes(folder_names: Iterable[str]) -> bool:
+    """True for a single folder, or folders such as train_images and test_images."""
+    names = set(folder_names)
+    return len(names) < 2 or all(find_split_word(name) for name in names)
+
+
 def _encode_labels(labels: Sequence[ClassNames], class_to_index: Mapping[str, int]) -> np.ndarray:
     """Encode class names as labels, see `Split.labels`."""
     if all(isinstance(label, str) for label in labels):
@@ -358,9 +402,10 @@ def _list_images_by_class(
         )
     if empty:
         warn_ignored_files(source, ignored)
+        advice = HEIC_HINT if count_heic_photos(ignored) else "fill or remove them"
         raise DataError(
             f"{source}: {pluralize(len(empty), 'class folder')} without images in "
-            f"{printable_path(folder)}: {', '.join(empty[:5])}; fill or remove them",
+            f"{printable_path(folder)}: {', '.join(empty[:5])}; {advice}",
             code="data.empty",
         )
     return classes

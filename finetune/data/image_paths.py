@@ -12,7 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from finetune.data.image_folder import walk_images, warn_ignored_files
+from finetune.data.decode import HEIC_HINT
+from finetune.data.image_folder import count_heic_photos, walk_images, warn_ignored_files
 from finetune.errors import DataError, RecipeError
 from finetune.formatting import escape_to_one_line
 
@@ -76,7 +77,9 @@ def find_images(
                 files.append((match, str(error)))
                 continue
             warn_ignored_files(escape_to_one_line(match), ignored)
-            files += [(file, None) for file in image_files] or [(match, "a folder without images")]
+            advice = f"; {HEIC_HINT}" if count_heic_photos(ignored) else ""
+            nothing = match, f"a folder without images{advice}"
+            files += [(file, None) for file in image_files] or [nothing]
     return files
 
 

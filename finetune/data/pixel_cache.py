@@ -36,7 +36,7 @@ from PIL import features
 
 from finetune import __version__
 from finetune.cache import WRITE_BUFFER_BYTES, CacheFolder, UntrustedCacheError, cache_path
-from finetune.data.decode import MAX_PIXELS
+from finetune.data.decode import MAX_PIXELS, heif_decoder_version
 from finetune.data.decode_split import DecodedImage, decode_split, drop_unreadable
 from finetune.data.pixel_file import (
     DecodedImages,
@@ -271,7 +271,10 @@ def _cache_key(split: Split, unreadable: str) -> str:
         "format": _FORMAT_VERSION,
         "data": split.fingerprint,
         "unreadable": unreadable,
-        "decoder": [__version__, PIL.__version__, jpeg, simplejpeg.__version__, MAX_PIXELS],
+        "decoder": [
+            *(__version__, PIL.__version__, jpeg, simplejpeg.__version__, MAX_PIXELS),
+            heif_decoder_version(),
+        ],
         "size": split.decode_size,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

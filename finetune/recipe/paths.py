@@ -9,6 +9,7 @@ import difflib
 import glob
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,14 @@ __all__ = [
     "suggest_path",
 ]
 
+_SPREADSHEET_SUFFIXES = (".xlsx", ".xlsm", ".xls", ".ods")
+_ARCHIVE_MODULES = {  # by suffix, the module of Python that unpacks the archive
+    ".zip": "zipfile",
+    ".tgz": "tarfile",
+    ".tar.gz": "tarfile",
+    ".tar.bz2": "tarfile",
+    ".tar.xz": "tarfile",
+}
 WEIGHTS_SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt", ".tar")
 
 
@@ -155,6 +164,8 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
         return
     root = Path(os.path.expanduser(path)).absolute()
     try:
+        if kind != "tar" and root.is_file():
+            _refuse_spreadsheet_or_archive(path, typed)
         if root.exists() or (SOURCE_KINDS[kind].accepts_glob and glob.has_magic(path)):
             return
     except OSError:  # opening the source gives a better error
@@ -167,13 +178,35 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     raise DataError(message, code="data.not_found")
 
 
+def _refuse_spreadsheet_or_archive(path: str, typed: str) -> None:
+    """Raise a DataError that says how to convert a spreadsheet or unpack an archive."""
+    if path.lower().endswith(_SPREADSHEET_SUFFIXES):
+        table = Path(path).with_suffix(".csv")
+        raise DataError(
+            f"{typed}: a spreadsheet; save its sheet as CSV (Excel: File > Save As > CSV UTF-8; "
+            f"LibreOffice: File > Save As > Text CSV), then give {shlex.quote(str(table))}",
+            code="data.wrong_format",
+        )
+    for suffix, module in _ARCHIVE_MODULES.items():
+        if path.lower().endswith(suffix):
+            folder = shlex.quote(path[: -len(suffix)])
+            raise DataError(
+                f"{typed}: an archive; unpack it: python -m {module} -e {shlex.quote(path)} "
+                f"{folder}; then give {folder}",
+                code="data.wrong_format",
+            )
+
+
 def is_data_source(text: str) -> bool:
-    """True if a command-line argument is a data source, not a recipe or a run directory."""
+    """True if a command-line argument is a data source, not a recipe or a run directory.
+
+    This includes spreadsheets and archives, so that the error is about images.
+    """
     if split_source(text)[0]:
         return True
     if not text or text.endswith((".yaml", ".yml")):
         return False
-    if kind_from_suffix(text):
+    if kind_from_suffix(text) or text.lower().endswith((*_SPREADSHEET_SUFFIXES, *_ARCHIVE_MODULES)):
         return True
     try:
         path = Path(os.path.expanduser(text))

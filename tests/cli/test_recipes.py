@@ -55,6 +55,8 @@ def test_help_of_keys(capsys: Captured) -> None:
     assert "optim.warmup_steps  (whole number; default 0)" in capsys.readouterr().out
     assert main(["recipes", "help", "data.train"]) == 0
     assert "random_erasing(" in capsys.readouterr().out
+    assert main(["recipes", "help", "model.name"]) == 0
+    assert "transformers:owner/name" in capsys.readouterr().out
     assert main(["recipes", "help", "optim.lr", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["required"] is True

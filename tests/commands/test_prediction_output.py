@@ -302,10 +302,10 @@ def test_find_images_in_files_folders_and_patterns(tmp_path: Path) -> None:
 def test_files_of_other_kinds_in_a_folder_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("a.png", "b.HEIC"):
+    for name in ("a.png", "b.CR2"):
         (tmp_path / name).touch()
     assert find_images([tmp_path]) == [(f"{tmp_path}/a.png", None)]
-    assert caplog.messages == [f"{tmp_path}: ignored 1 file of other kinds: b.HEIC"]
+    assert caplog.messages == [f"{tmp_path}: ignored 1 file of other kinds: b.CR2"]
 
 
 def test_list_on_standard_input_keeps_its_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ def csv_lines(code: str, named: str, *rows: str) -> BadInput:
 
 CSV_HEADER = "path,label"
 THREE_IMAGES = {"d/a/1.png": random_png(1), "d/a/2.png": random_png(2), "d/b/2.png": random_png(3)}
+KAGGLE = {"train.csv": "id,label\n1,a\n"}
 TRAIN_IMAGE_A, TRAIN_IMAGE_B = "train/a/1.png", "train/b/1.png"
 SOURCES = {
     "only a prefix": BadInput("data info folder:", "data.wrong_source", "'folder:'"),
@@ -123,7 +124,7 @@ SOURCES = {
         "data info https://example.org/d.zip", "data.wrong_source", "'https://example.org/d.zip'"
     ),
     "a path without a prefix": BadInput(
-        "eval embedded:vit_nano --data d", "data.wrong_source", "'folder:d'", {"d": Path.mkdir}
+        "eval embedded:vit_nano --data d", "data.empty", "folder:d", {"d": Path.mkdir}
     ),
     "a NUL byte": BadInput(["data", "info", "folder:a\0b"], "data.wrong_format", "folder:a"),
     "a NUL byte, parquet": BadInput(["data", "info", "parquet:a\0b"], "data.empty", "parquet:a"),
@@ -154,6 +155,19 @@ FOLDERS = {
     "empty": BadInput("data info folder:d", "data.empty", "folder:d", {"d": Path.mkdir}),
     "files without classes": image_folder("data.empty", "folder:d", "1.png", "2.png"),
     "one class": image_folder("data.one_class", "'a'", "a/1.png", "a/2.png"),
+    "a folder in a folder": image_folder("data.one_class", "'d/p'", "p/a/1.png", "p/b/1.png"),
+    "labels in a table": image_folder(
+        "data.no_labels",
+        "finetune train csv:d/train.csv data.label_column=breed",
+        "images/1.png",
+        **{"train.csv": "id,breed\n1,a\n", "test.csv": "id\n2\n"},
+    ),
+    "labels in a table, and splits": image_folder(
+        "data.no_labels", "finetune train csv:d/train.csv", "train/1.png", "test/2.png", **KAGGLE
+    ),
+    "labels in a table, and folders like splits": image_folder(
+        "data.no_labels", "csv:d/train.csv", "train_images/1.png", "test_images/2.png", **KAGGLE
+    ),
     "an empty class": image_folder("data.empty", ": b", "a/1.png", **{"b": Path.mkdir}),
     "an empty class of train": image_folder(
         "data.empty", "train: b", TRAIN_IMAGE_A, **{"train/b": Path.mkdir}
@@ -230,7 +244,7 @@ CSV_FILES = {
         "train label.csv", "data.not_found", "'labels.csv'", {"labels.csv": ""}
     ),
     "a name without its prefix": BadInput(
-        "eval embedded:vit_nano --data t.csv", "data.wrong_source", "'csv:t.csv'", {"t.csv": ""}
+        "eval embedded:vit_nano --data t.csv", "data.empty", "t.csv", {"t.csv": ""}
     ),
     "a folder with that name": BadInput(
         "data info csv:t.csv", "data.not_a_file", "t.csv", {"t.csv": Path.mkdir}

@@ -103,6 +103,21 @@ def test_reads_a_quoted_separator_and_non_latin_text(tmp_path: Path) -> None:
     assert opened.splits["train"].name_of(1) == "img/a,\u732b.png"
 
 
+@pytest.mark.parametrize("lines", [("0.png,a", "1.png,b"), ("0,a", "1,b")])
+def test_finds_the_images_in_a_subfolder(
+    tmp_path: Path, lines: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_csv(tmp_path, "id,label", *lines)
+    train = open_source(source).splits["train"]
+    assert [train.name_of(index) for index in range(2)] == ["img/0.png", "img/1.png"]
+    assert "img/0.png" in caplog.text
+    (tmp_path / "img").rename(tmp_path / "old")
+    for name in ("0.png", "1.png"):
+        write_file(tmp_path / "new" / name, random_png(1))
+    with refused("data.not_found", lines[0][:-2]):  # in both folders
+        open_source(source)
+
+
 def test_reads_a_split_column(tmp_path: Path) -> None:
     lines = (f"img/{n}.png,{'ab'[n % 2]},{split}" for n, split in enumerate(["Train"] * 2))
     other_lines = [

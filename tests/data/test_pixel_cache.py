@@ -179,7 +179,7 @@ def test_an_image_that_is_missing_only_during_decoding_is_an_error(
     monkeypatch.undo()
 
 
-def test_images_and_decoder_limits_are_part_of_the_cache_key(
+def test_images_and_decoders_are_part_of_the_cache_key(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = make_split(tmp_path)
@@ -188,7 +188,10 @@ def test_images_and_decoder_limits_are_part_of_the_cache_key(
         assert_equals_decoded(decode_cached(some_split), some_split)
     monkeypatch.setattr(cache_module, "MAX_PIXELS", 1000)
     decode_cached(split)
-    assert len(list(cache_folder.iterdir())) == 3
+    # a HEIC photo that could not be decoded before must not stay out of the cache
+    monkeypatch.setattr(cache_module, "heif_decoder_version", lambda: "another")
+    decode_cached(split)
+    assert len(list(cache_folder.iterdir())) == 4
 
 
 def test_warns_if_the_cache_folder_cannot_be_created_or_the_disk_is_full(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 from refusals import refused
 from small_datasets import class_counts, random_png, write_file, write_image_folder, write_parquet
 
-from finetune.data.decode import decode_image
+from finetune.data.decode import decode_image, heif_decoder_version
+from finetune.data.image_paths import find_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Split
 
@@ -79,10 +82,49 @@ def test_names_the_files_of_a_class_without_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_image_folder(tmp_path, {"cat": 2, "dog": 0})
-    (tmp_path / "dog" / "IMG_1.HEIC").touch()
+    (tmp_path / "dog" / "IMG_1.CR2").touch()
     with refused("data.empty", "dog"):
         open_source(source)
-    assert "IMG_1.HEIC" in caplog.text
+    assert "IMG_1.CR2" in caplog.text
+
+
+@pytest.fixture
+def without_pillow_heif(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide the package that decodes HEIC photos, if it is installed."""
+
+    def raise_not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", raise_not_found)
+        heif_decoder_version.cache_clear()
+        yield
+    heif_decoder_version.cache_clear()
+
+
+@pytest.mark.usefixtures("without_pillow_heif")
+def test_says_how_to_read_the_heic_photos_that_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_image_folder(tmp_path, {"cat": 2, "dog": 1})
+    for name in ("cat/1.HEIC", "dog/2.heif", "dog/._1.HEIC"):
+        (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic")
+    assert class_counts(open_source(source)) == {"train": [2, 1]}
+    assert "2 HEIC photos" in caplog.text
+    assert "[heic]" in caplog.text
+    with refused("data.wrong_format", "[heic]"):
+        decode_image(tmp_path / "cat/1.HEIC")
+    (tmp_path / "dog/0.png").unlink()
+    with refused("data.empty", "[heic]"):
+        open_source(source)
+    assert "[heic]" in str(find_images([tmp_path / "dog"])[0][1])
+
+
+def test_reads_heic_photos_if_pillow_heif_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("pillow_heif")
+    source = write_image_folder(tmp_path, {"cat": 2, "dog": 1})
+    (tmp_path / "dog" / "1.HEIC").touch()
+    assert class_counts(open_source(source)) == {"train": [2, 2]}
 
 
 def test_class_folders_without_splits_are_train(tmp_path: Path) -> None:

@@ -334,6 +334,17 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
 @click.option(
     "--linear-sgd", is_flag=True, help="Also linear heads at 13 learning rates, like DINOv2."
 )
+@click.option(
+    "--logreg",
+    is_flag=True,
+    help="Also DINOv2's logistic regression: raw features, 45 values of C.",
+)
+@click.option(
+    "--folds",
+    metavar="K",
+    type=click.IntRange(min=2),
+    help="Also K-fold cross-validation on the training images.",
+)
 @click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbors.")
 @click.option("--out", metavar="DIR", help="Write probe.json.")
 def probe(model: str, shots: str, **options: Any) -> CommandResult:

@@ -29,6 +29,7 @@ from finetune.evaluation.feature_extraction import (
 from finetune.evaluation.linear_probe import (
     BIAS_FEATURE,
     L2_WEIGHT,
+    cross_validate,
     draw_shots,
     evaluate_few_shot,
     predict_knn,
@@ -65,6 +66,8 @@ def probe_model(
     seeds: int = 3,
     linear: bool = False,
     linear_sgd: bool = False,
+    logreg: bool = False,
+    folds: int | None = None,
     knn: int | None = None,
     out: str | Path | None = None,
 ) -> dict[str, Any]:
@@ -86,11 +89,14 @@ def probe_model(
             the best one on validation. The grid combines 13 learning rates with several features:
             class tokens with and without averaged patch tokens, or only pre-logits if the network
             has no such tokens.
+        logreg: also fit logistic regression as DINOv2 does: on raw features, with the best of 45
+            values of C.
+        folds: also cross-validate logistic regression on train, in this many folds.
         knn: also evaluate a kNN classifier with this many neighbors.
         out: a folder for probe.json.
     Returns: a dict with keys "model", "data", "split", "protocol", "shots" {n: {"accuracy", "std",
-        "seeds"}}, "linear", "linear_sgd", "knn", "features", "machine". "std" is the sample
-        standard deviation over seeds, None for one seed; "linear", "linear_sgd" and "knn" are None
+        "seeds"}}, "linear", "linear_sgd", "logreg", "folds", "knn", "features", "machine". "std" is
+        the sample standard deviation over seeds, None for one seed; "linear" to "knn" are None
         unless requested. On ranks other than 0, "shots" is empty.
     Raises: RecipeError for wrong arguments; DataError for unsuitable data; SetupError if `out`
         cannot be written.
@@ -100,9 +106,9 @@ def probe_model(
     if out_folder is not None:
         make_writable_folder(out_folder, option="--out")
     task = _open_task(model, data, split)
-    _check_image_counts(task.source, task.source.splits["train"].labels, shots, knn)
-    include_val = linear or linear_sgd
-    if not include_val and knn is None:
+    _check_image_counts(task.source, task.source.splits["train"].labels, shots, knn, folds)
+    include_val = linear or linear_sgd or logreg
+    if not include_val and knn is None and folds is None:
         task = _limit_to_shots(task, max(shots), seeds)
     accelerator = create_accelerator(RunSection(precision="fp32", threads=task.threads))
     identity, features, columns = _extract_features(
@@ -112,7 +118,15 @@ def probe_model(
     if not features:
         return {**header, "shots": {}}
     metrics = _compute_metrics(
-        task, features, columns, shots=shots, num_seeds=seeds, linear=linear, knn=knn
+        task,
+        features,
+        columns,
+        shots=shots,
+        num_seeds=seeds,
+        linear=linear,
+        logreg=logreg,
+        folds=folds,
+        knn=knn,
     )
     if linear_sgd:
         metrics["linear_sgd"] = _fit_linear_sgd(task, features, columns, accelerator.device)
@@ -136,12 +150,18 @@ def format_probe(result: Mapping[str, Any]) -> str:
         std = "     –" if row["std"] is None else f"{row['std']:.4f}"
         per_seed = " ".join(f"{accuracy:.4f}" for accuracy in row["seeds"])
         lines.append(f"{count:5}    {row['accuracy']:.4f}  {std}  {per_seed}")
-    if linear := result.get("linear"):
-        edge_note = "; the best C is at the edge of the grid" if linear["at_edge"] else ""
-        convergence_note = "" if linear["converged"] else "; stopped before it converged"
+    for key, name in (("linear", "logistic regression"), ("logreg", "DINOv2's on raw features")):
+        if linear := result.get(key):
+            edge_note = "; the best C is at the edge of the grid" if linear["at_edge"] else ""
+            convergence_note = "" if linear["converged"] else "; stopped before it converged"
+            lines.append(
+                f"linear ({name}, C {linear['c']:g} from {linear['chosen_on']}): "
+                f"{linear['accuracy']:.4f}{edge_note}{convergence_note}"
+            )
+    if folds := result.get("folds"):
         lines.append(
-            f"linear (logistic regression, C {linear['c']:g} from {linear['chosen_on']}): "
-            f"{linear['accuracy']:.4f}{edge_note}{convergence_note}"
+            f"cross-validation on train (logistic regression, C {folds['c']:g}): "
+            f"{folds['accuracy']:.4f} ± {folds['std']:.4f} over {len(folds['accuracies'])} folds"
         )
     if sgd := result.get("linear_sgd"):
         edge_note = "; the best rate is at the edge of the grid" if sgd["at_edge"] else ""
@@ -235,22 +255,28 @@ def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
 
 
 def _check_image_counts(
-    source: Source, labels_N: NDArray[np.int64], shots: Sequence[int], knn: int | None
+    source: Source,
+    labels_N: NDArray[np.int64],
+    shots: Sequence[int],
+    knn: int | None,
+    folds: int | None,
 ) -> None:
-    """Raise if a class has fewer images than shots, or the train split is too small.
+    """Raise if a class has fewer images than shots or folds, or the train split is too small.
 
     Classes without any images in train are ignored.
     """
     counts = np.bincount(labels_N, minlength=len(source.class_names))
-    rare_classes = [k for k in np.flatnonzero(counts).tolist() if counts[k] < max(shots)]
-    if rare_classes:
-        examples = ", ".join(f"'{source.class_names[k]}' has {counts[k]}" for k in rare_classes[:5])
-        raise DataError(
-            f"{source.name}: --shots {max(shots)} needs at least that many images of each class in "
-            f"train, but {len(rare_classes)} of {len(counts)} classes have fewer: {examples}"
-            f"{'…' if rare_classes[5:] else ''}; use fewer --shots, or add images",
-            code="data.too_few_images",
-        )
+    for option, needed in (("--shots", max(shots)), ("--folds", folds or 0)):
+        rare_classes = [k for k in np.flatnonzero(counts).tolist() if counts[k] < needed]
+        if rare_classes:
+            names = [f"'{source.class_names[k]}' has {counts[k]}" for k in rare_classes[:5]]
+            raise DataError(
+                f"{source.name}: {option} {needed} needs at least that many images of each class "
+                f"in train, but {len(rare_classes)} of {len(counts)} classes have fewer: "
+                f"{', '.join(names)}{'…' if rare_classes[5:] else ''}; use fewer {option}, or add "
+                "images",
+                code="data.too_few_images",
+            )
     if np.count_nonzero(counts) < 2:
         raise DataError(
             f"{source.name}: only one class has images in train; add images of another class",
@@ -329,6 +355,8 @@ def _compute_metrics(
     shots: Sequence[int],
     num_seeds: int,
     linear: bool,
+    logreg: bool,
+    folds: int | None,
     knn: int | None,
 ) -> dict[str, Any]:
     """Compute all metrics on pre-logits: few-shot, logistic regression and kNN."""
@@ -348,7 +376,7 @@ def _compute_metrics(
         values_ND[task.shot_indices] = train[0]
         train = values_ND, labels_N
     # check again, because unreadable images may have been excluded
-    _check_image_counts(source, train[1], shots, knn)
+    _check_image_counts(source, train[1], shots, knn, folds)
     num_classes = len(source.class_names)
     protocol = {
         "features": "pre-logits",
@@ -378,6 +406,10 @@ def _compute_metrics(
         ),
         "linear": _fit_linear(task, features, probe_logistic_regression) if linear else None,
         "linear_sgd": None,
+        "logreg": _fit_linear(task, features, partial(probe_logistic_regression, raw_features=True))
+        if logreg
+        else None,
+        "folds": cross_validate(*train, folds=folds) if folds else None,
         "knn": knn_result,
         "features": {
             name: {

@@ -24,10 +24,12 @@ from finetune.evaluation.metrics import mean_std
 __all__ = [
     "BIAS_FEATURE",
     "C_GRID",
+    "DINOV2_C_GRID",
     "L2_WEIGHT",
     "LEARNING_RATES",
     "LeastSquaresClassifier",
     "Standardizer",
+    "cross_validate",
     "draw_shots",
     "evaluate_few_shot",
     "fit_least_squares",
@@ -42,6 +44,7 @@ L2_WEIGHT = 2.0**10
 _STD_EPSILON = 1e-5
 # C of logistic regression: inverse regularization strength
 C_GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+DINOV2_C_GRID = tuple(np.logspace(-6, 5, 45).tolist())
 MAX_ITERATIONS = 1000
 # learning rates of SGD, for a batch size of 256
 LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -187,7 +190,7 @@ def probe_logistic_regression(
     selection: tuple[LabelArray, tuple[NDArray[np.floating[Any]], LabelArray]],
     test: tuple[NDArray[np.floating[Any]], LabelArray],
     *,
-    grid: tuple[float, ...] = C_GRID,
+    raw_features: bool = False,
 ) -> dict[str, Any]:
     """Select C on validation, fit again on all of train, and compute the test accuracy once.
 
@@ -196,22 +199,33 @@ def probe_logistic_regression(
         selection: (indices, validation): the indices of the training images to fit on while
             selecting C, and the features and labels of the validation images.
         test: features (T, D) and labels (T,).
-        grid: values of C, ascending; the smallest wins a tie.
+        raw_features: True for DINOv2's protocol: raw features, and the best of DINOV2_C_GRID; False
+            for standardized features, and the best of C_GRID. The smallest C wins a tie.
     Returns: a dict with keys "accuracy", "c", "grid" [{"c", "val_accuracy"}], "at_edge" (True if
         the best C is the first or the last, so a better one may be outside the grid) and
         "converged".
+    Source: DINOv2 (Oquab et al. 2023), dinov2/eval/log_regression.py, for `raw_features`.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
+    grid = DINOV2_C_GRID if raw_features else C_GRID
+    # on raw features, lbfgs may need more than 10,000 iterations
+    settings: dict[str, Any] = {"solver": "newton-cg", "tol": 1e-6} if raw_features else {}
+
+    def make_standardizer(values_ND: NDArray[np.floating[Any]]) -> Standardizer:
+        return (
+            Standardizer(np.zeros(1), np.ones(1)) if raw_features else Standardizer.fit(values_ND)
+        )
+
     def fit(values_ND: FloatArray, labels_N: LabelArray, c: float, start: Any = None) -> Any:
-        model = start or LogisticRegression(max_iter=MAX_ITERATIONS, warm_start=True)
+        model = start or LogisticRegression(max_iter=MAX_ITERATIONS, warm_start=True, **settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # reported as "converged"
             return model.set_params(C=c).fit(values_ND, labels_N)
 
     indices, (val_values, val_labels) = selection
-    standardizer = Standardizer.fit(train[0][indices])
+    standardizer = make_standardizer(train[0][indices])
     inputs, val_inputs = standardizer(train[0][indices]), standardizer(val_values)
     grid_rows, model = [], None
     for c in grid:
@@ -219,7 +233,7 @@ def probe_logistic_regression(
         grid_rows.append({"c": c, "val_accuracy": _accuracy(model.predict(val_inputs), val_labels)})
     best = max(grid_rows, key=lambda row: row["val_accuracy"])["c"]  # the first one wins a tie
 
-    standardizer = Standardizer.fit(train[0])
+    standardizer = make_standardizer(train[0])
     model = fit(standardizer(train[0]), train[1], best)
     return {
         "accuracy": _accuracy(model.predict(standardizer(test[0])), test[1]),
@@ -228,6 +242,44 @@ def probe_logistic_regression(
         "at_edge": best in (grid[0], grid[-1]),
         "converged": bool(max(model.n_iter_) < MAX_ITERATIONS),
     }
+
+
+def cross_validate(
+    values_ND: NDArray[np.floating[Any]], labels_N: LabelArray, *, folds: int
+) -> dict[str, Any]:
+    """Cross-validate logistic regression on standardized features, in stratified folds.
+
+    Args:
+        values_ND: features.
+        labels_N: class indices; each class has at least `folds` images.
+        folds: number of folds, at least 2; the images are shuffled with seed 0.
+    Returns: a dict with keys "accuracies" (of each fold), "accuracy" (their mean), "std" (their
+        sample standard deviation) and "c". All folds have the same C, the value of C_GRID with the
+        highest mean accuracy, so the accuracy is slightly optimistic.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), LogisticRegression(max_iter=MAX_ITERATIONS)),
+        {"logisticregression__C": C_GRID},
+        cv=StratifiedKFold(folds, shuffle=True, random_state=0),
+        refit=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # 1,000 iterations are enough to compare
+        search.fit(np.asarray(values_ND, dtype=np.float64), labels_N)
+    best = search.best_index_
+    accuracies = [
+        float(search.cv_results_[f"split{fold}_test_score"][best]) for fold in range(folds)
+    ]
+    mean, std, _ = mean_std(accuracies)
+    return {"accuracies": accuracies, "accuracy": mean, "std": std, "c": C_GRID[best]}
 
 
 def probe_sgd(

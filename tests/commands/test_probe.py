@@ -74,6 +74,7 @@ def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
         "linear": True,
         "knn": 20,
         "linear_sgd": True,
+        "folds": 2,
     }
     result = probe_model(model, **arguments, out=tmp_path / "new" / "folder")
     assert list(result["shots"]) == [1, 5, 10, 25]
@@ -102,6 +103,8 @@ def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
     assert [row["features"] for row in sgd["grid"]] == [name for name in inputs for _ in range(13)]
     assert 0.5 < sgd["accuracy"] < 1
     assert (sgd["chosen_on"], sgd["val_images"]) == ("10% of train", 145)
+    assert 0.5 < result["folds"]["accuracy"] < 1
+    assert len(result["folds"]["accuracies"]) == 2
     without_linear = probe_model(model, data="embedded:digits", shots=[1, 5])
     for num_shots, row in without_linear["shots"].items():  # pre-logits computed in another way
         assert result["shots"][num_shots]["seeds"] == pytest.approx(row["seeds"], abs=0.006)
@@ -120,6 +123,7 @@ def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
     assert f"{result['linear']['accuracy']:.4f}" in text
     assert f"learning rate {sgd['lr']:g} on {sgd['features']}): {sgd['accuracy']:.4f}" in text
     assert f"{result['knn']['weighted']:.4f} weighted" in text
+    assert f"{result['folds']['accuracy']:.4f} ± {result['folds']['std']:.4f}" in text
     assert "train from the cache" in text
 
 
@@ -175,9 +179,11 @@ def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_p
     source = write_image_folder(tmp_path / "set", counts)
     for number, image in enumerate(sorted((tmp_path / "set").rglob("*.png"))):
         write_file(image, random_png(number, size=(8, 8)))
-    result = probe_model(model, data=source, shots=[2], linear=True)
+    result = probe_model(model, data=source, shots=[2], linear=True, logreg=True)
     assert list(result["features"]) == ["train", "test", "val"]
-    assert (result["linear"]["chosen_on"], result["linear"]["val_images"]) == ("val", 12)
+    for kind in ("linear", "logreg"):
+        assert (result[kind]["chosen_on"], result[kind]["val_images"]) == ("val", 12)
+    assert [len(result[kind]["grid"]) for kind in ("linear", "logreg")] == [6, 45]
     assert result["split"] == "test"
     shutil.rmtree(tmp_path / "set" / "test")
     result = probe_model(model, data=source, shots=[2], linear=True)
@@ -203,6 +209,8 @@ def test_unsuitable_data_is_refused_before_computing_features(
     )
     with refused("data.too_few_images", "--shots 5", "1 of 3 classes", "'dog' has 3", "--shots"):
         probe_model(model, data=train_and_test, shots=[1, 5])
+    with refused("data.too_few_images", "--folds 4", "'dog' has 3"):
+        probe_model(model, data=train_and_test, shots=[1], folds=4)
 
 
 def test_invalid_shots_are_refused(model: str) -> None:

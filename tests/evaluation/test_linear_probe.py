@@ -16,6 +16,7 @@ from finetune.evaluation.linear_probe import (
     BIAS_FEATURE,
     L2_WEIGHT,
     Standardizer,
+    cross_validate,
     draw_shots,
     evaluate_few_shot,
     fit_least_squares,
@@ -196,6 +197,53 @@ class TestLogisticRegression:
         monkeypatch.setattr(readout, "MAX_ITERATIONS", 2)
         data = make_blobs(90, 8, 3)
         assert not probe_logistic_regression(data, (np.arange(60), data), data)["converged"]
+
+
+class TestDinov2LogisticRegression:
+    def test_equals_the_protocol_in_scikit_learn(self) -> None:
+        """Raw features with a mean, 45 values of C, a refit on all of train."""
+        from sklearn.linear_model import LogisticRegression
+
+        train, val, test = (
+            make_blobs(120, 4, 4),
+            make_blobs(60, 4, 4, seed=1),
+            make_blobs(200, 4, 4, seed=2),
+        )
+
+        def fit(values: np.ndarray, labels: np.ndarray, c: float) -> LogisticRegression:
+            settings = {"tol": 1e-10, "max_iter": 10_000}
+            return LogisticRegression(C=c, **settings).fit(values.astype(np.float64), labels)
+
+        grid = 10 ** torch.linspace(-6, 5, 45, dtype=torch.float64).numpy()
+        result = probe_logistic_regression(train, (np.arange(100), val), test, raw_features=True)
+        expected = [fit(train[0][:100], train[1][:100], c).score(*val) for c in grid]
+        np.testing.assert_allclose([row["c"] for row in result["grid"]], grid, rtol=1e-12)
+        actual = [row["val_accuracy"] for row in result["grid"]]
+        np.testing.assert_allclose(actual, expected, atol=1 / 60 + 1e-9)  # one image
+        assert np.mean(np.array(actual) == expected) > 0.9
+        assert result["c"] == result["grid"][int(np.argmax(actual))]["c"]
+        assert result["accuracy"] == fit(*train, result["c"]).score(*test)
+        assert result["converged"]
+        # standardized features are another protocol
+        assert result["c"] not in readout.C_GRID
+
+
+def test_cross_validation_equals_a_loop_over_folds() -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedKFold
+
+    values, labels = make_blobs(120, 8, 4)
+    result = cross_validate(values, labels, folds=3)
+    accuracies = []
+    for train, test in StratifiedKFold(3, shuffle=True, random_state=0).split(values, labels):
+        mean, std = values[train].mean(0), values[train].std(0)
+        model = LogisticRegression(C=result["c"], max_iter=1000)
+        model.fit((values[train] - mean) / std, labels[train])
+        accuracies.append(model.score((values[test] - mean) / std, labels[test]))
+    assert result["accuracies"] == pytest.approx(accuracies, abs=1 / 40 + 1e-9)  # one image
+    assert result["accuracy"] == pytest.approx(np.mean(result["accuracies"]))
+    assert result["std"] == pytest.approx(np.std(result["accuracies"], ddof=1))
+    assert 0.3 < result["accuracy"] < 1
 
 
 class TestSgdHeads:

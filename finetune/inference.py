@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from finetune.errors import (
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, sigmoid_probabilities
 from finetune.models.build import build_model
 from finetune.models.fast_layers import use_onednn_linear
+from finetune.models.features import compute_pre_logits, enable_feature_input
 from finetune.models.save import BuiltModel
+from finetune.models.tta import FlipTTA
 from finetune.precision import resolve_precision
 from finetune.progress import item_bar
 from finetune.run.eval_pipeline import load_eval_pipeline
@@ -62,6 +64,9 @@ class Classifier:
         temperature: divisor of the logits before the softmax; None for 1.
         thresholds: K thresholds of a multi-label model; None for a single-label model. An image has
             a label if its confidence, the sigmoid of the logit, is at least the threshold.
+        tta: "flip" averages the logits of each image and its mirror image; None does not.
+        with_features: True adds the pre-logits to the rows of `predict`, as "features", (D,)
+            float32; the network then needs no classifier.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Classifier:
         device: torch.device | str | None = None,
         temperature: float | None = None,
         thresholds: Sequence[float] | None = None,
+        tta: Literal["flip"] | None = None,
+        with_features: bool = False,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = network.to(self.device).eval()
@@ -80,6 +87,14 @@ class Classifier:
         self.class_names = list(class_names)
         self.temperature = temperature
         self.thresholds = None if thresholds is None else list(thresholds)
+        self._logits = self.network if tta is None else FlipTTA(self.network)
+        self._with_features = with_features
+        # compute the logits from the features, in one forward pass, if the network allows it
+        self._classifies_features = (
+            with_features
+            and tta is None
+            and enable_feature_input(network, pipeline.image_size, training=False) is None
+        )
         # a GPU computes in its best precision, a CPU always in float32
         gpu = self.device.type == "cuda"
         self.precision = resolve_precision("auto", self.device) if gpu else "fp32"
@@ -98,6 +113,8 @@ class Classifier:
         device: torch.device | str | None = None,
         calibrated: bool = False,
         threshold: float | None = None,
+        tta: Literal["flip"] | None = None,
+        with_features: bool = False,
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
@@ -112,12 +129,16 @@ class Classifier:
                 for the plain softmax, as in timm and transformers.
             threshold: threshold in [0, 1] for all classes of a multi-label model; None for the
                 stored thresholds.
-        Raises: WeightsError if the model does not exist, has no classifier, or has no temperature
-            although `calibrated` is True; RecipeError if `threshold` or `calibrated` does not apply
-            to the model.
+            tta, with_features: see `Classifier`.
+        Raises: WeightsError if the model does not exist, has no classifier (unless
+            `with_features`), or has no temperature although `calibrated` is True; RecipeError if
+            `threshold` or `calibrated` does not apply to the model.
         """
         built = build_model(str(model))
-        pipeline, class_names = eval_pipeline_and_class_names(model, built)
+        if with_features and not getattr(built.model, "num_classes", 0):
+            pipeline, class_names = load_eval_pipeline(model, built.preprocessing), []
+        else:
+            pipeline, class_names = eval_pipeline_and_class_names(model, built)
         thresholds = _resolve_thresholds(
             model, built, len(class_names), threshold, calibrated=calibrated
         )
@@ -136,6 +157,8 @@ class Classifier:
             device=device,
             temperature=used_temperature,
             thresholds=thresholds,
+            tta=tta,
+            with_features=with_features,
         )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
@@ -145,11 +168,25 @@ class Classifier:
             images_BCHW: (B, 3, h, w), the pipeline's output, on any device.
         Returns: (B, K) float32 on the classifier's device.
         """
-        images_BCHW = images_BCHW.to(self.device, torch.float32)
+        with self._inference():
+            logits_BK: Tensor = self._logits(images_BCHW.to(self.device, torch.float32)).float()
+        return logits_BK
+
+    def _logits_and_features(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute raw logits (B, K), with K = 0 without a classifier, and pre-logits (B, D)."""
+        with self._inference():
+            images_BCHW = images_BCHW.to(self.device, torch.float32)
+            features_BD = compute_pre_logits(self.network, images_BCHW)
+        if not self.class_names:
+            return features_BD[:, :0], features_BD
+        inputs = features_BD if self._classifies_features else images_BCHW
+        return self.logits(inputs), features_BD
+
+    @contextlib.contextmanager
+    def _inference(self) -> Iterator[None]:
         half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
         with torch.inference_mode(), half:
-            logits_BK: Tensor = self.network(images_BCHW).float()
-        return logits_BK
+            yield
 
     def confidences(self, logits_BK: Tensor) -> Tensor:
         """Convert logits to confidences: softmax, or sigmoid for a multi-label model.
@@ -159,12 +196,7 @@ class Classifier:
         Returns: (B, K) float64.
         Raises: WeightsError if a logit is not finite.
         """
-        if not bool(logits_BK.isfinite().all()):
-            raise WeightsError(
-                "the model's outputs are not finite: its weights are corrupt; train or download "
-                "it again",
-                code="weights.not_finite",
-            )
+        _check_finite(logits_BK)
         if self.thresholds is not None:
             return torch.from_numpy(sigmoid_probabilities(logits_BK))
         return (logits_BK.double() / (self.temperature or 1.0)).softmax(1)
@@ -187,7 +219,8 @@ class Classifier:
         Returns: a dict for each image, in order: {"path", "predictions": [{"label", "index",
             "confidence"}]}, or {"path", "error"} for an unreadable file. "path" is None for a PIL
             image. A multi-label model adds "labels", a list like "predictions": the classes whose
-            confidence reaches their threshold, the most probable first.
+            confidence reaches their threshold, the most probable first. With features, a row has
+            "features", and no predictions if the network has no classifier.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
@@ -315,9 +348,16 @@ class Classifier:
         self, prepared: Sequence[tuple[PredictionRow, Tensor]], top_k: int
     ) -> None:
         """Add the predictions of a batch to its rows."""
+        images_BCHW = torch.stack([image for _, image in prepared])
         try:
             with self._device_lock:
-                logits_BK = self.logits(torch.stack([image for _, image in prepared]))
+                if self._with_features:
+                    logits_BK, features_BD = self._logits_and_features(images_BCHW)
+                    _check_finite(features_BD)
+                    for (row, _), features_D in zip(prepared, features_BD.cpu(), strict=True):
+                        row["features"] = features_D.numpy()
+                else:
+                    logits_BK = self.logits(images_BCHW)
         except torch.OutOfMemoryError as error:
             raise SetupError(
                 f"batch of {len(prepared)} images: does not fit into the memory of {self.device}; "
@@ -344,6 +384,15 @@ class Classifier:
             {"label": self.class_names[index], "index": index, "confidence": confidence}
             for confidence, index in zip(confidence_K.tolist(), index_K.tolist(), strict=True)
         ]
+
+
+def _check_finite(outputs: Tensor) -> None:
+    if not bool(outputs.isfinite().all()):
+        raise WeightsError(
+            "the model's outputs are not finite: its weights are corrupt; train or download it "
+            "again",
+            code="weights.not_finite",
+        )
 
 
 def get_num_classes(model: str | Path, built: BuiltModel) -> int:

@@ -37,6 +37,13 @@ __all__ = [
     "show",
 ]
 
+tta_option = click.option(
+    "--tta",
+    metavar="flip",
+    type=click.Choice(["flip"]),
+    help="Average the logits of each image and its mirror image.",
+)
+
 
 @command("predict", example="finetune predict runs/quickstart photos/ --top-k 5 --out labels.csv")
 @model_argument
@@ -59,8 +66,15 @@ __all__ = [
     type=click.IntRange(min=1),
     help="Images per forward pass.  [default: 8 on a CPU, else 64]",
 )
+@tta_option
+@click.option("--features", metavar="FILE", help="Write a .parquet file of embeddings.")
 def predict(
-    model: str, paths: tuple[str, ...], out: str | None, sheet: str | None, **options: Any
+    model: str,
+    paths: tuple[str, ...],
+    out: str | None,
+    sheet: str | None,
+    features: str | None,
+    **options: Any,
 ) -> CommandResult:
     """Classify images.
 
@@ -71,10 +85,9 @@ def predict(
     from finetune.commands.predict import predict
     from finetune.commands.prediction_output import format_predictions, unreadable_files_error
 
-    rows = predict(model, paths, out=out, sheet=sheet, **options)
-    return CommandResult(
-        rows, format_predictions(rows, out=out, sheet=sheet), unreadable_files_error(rows)
-    )
+    files = {"out": out, "sheet": sheet, "features": features}
+    rows = predict(model, paths, **files, **options)
+    return CommandResult(rows, format_predictions(rows, **files), unreadable_files_error(rows))
 
 
 @command("eval", example="finetune eval runs/quickstart --split test --out evaluation")
@@ -96,6 +109,7 @@ def predict(
     help="Also evaluate corrupted images: all, noise, blur, jpeg or contrast, at five severities; "
     "noise:3 only at severity 3.",
 )
+@tta_option
 def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
     """Measure the accuracy of a model on labeled images.
 

@@ -9,7 +9,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
+from finetune.models.tta import FlipTTA
 from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.resolve import locate_weights
 from finetune.precision import autocast_dtype
@@ -72,6 +73,7 @@ def evaluate_model(
     split: str | None = None,
     fit_temperature: bool = False,
     corrupt: str | None = None,
+    tta: Literal["flip"] | None = None,
     out: str | None = None,
 ) -> dict[str, Any]:
     """Evaluate a saved model on a split, each image once.
@@ -86,10 +88,11 @@ def evaluate_model(
         fit_temperature: fit a temperature on the split and write it into the model's config.json.
         corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or one kind and
             severity such as "noise:3".
+        tta: "flip" averages the logits of each image and its mirror image.
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
-        "class_names" and, with `corrupt`, "corrupted" {"rows": [{"kind", "severity", "top1",
-        "loss", "ece"}], "mean": {"top1", …}}.
+        "class_names", with `tta` "tta" and, with `corrupt`, "corrupted" {"rows": [{"kind",
+        "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
         data's classes, or the split does not exist; SetupError if the temperature cannot be
         written.
@@ -98,6 +101,12 @@ def evaluate_model(
         split = "val"
     check_split_name(split, SPLITS)
     corruptions = _parse_corruptions(corrupt)
+    if tta and fit_temperature:
+        raise RecipeError(
+            "--tta: not allowed with --fit-temperature, because the temperature would not fit "
+            "predictions without --tta; remove one of them",
+            code="recipe.conflict",
+        )
     config = _find_model_config(model) if fit_temperature else None
     if out is not None:
         make_writable_folder(Path(out), option="--out")
@@ -125,8 +134,9 @@ def evaluate_model(
     mapped_split, class_names = _map_labels_to_model_classes(
         model, built.class_names, num_classes, source, split
     )
-    frozen_backbone = recipe is not None and recipe.model.freeze == "backbone"
-    network = built.model.to(accelerator.device, torch.float32)
+    # cached features cannot be flipped
+    frozen_backbone = recipe is not None and recipe.model.freeze == "backbone" and not tta
+    network: nn.Module = built.model.to(accelerator.device, torch.float32)
     choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
     loader = _build_loader(
         mapped_split,
@@ -136,6 +146,8 @@ def evaluate_model(
         num_classes=num_classes,
         frozen_backbone=frozen_backbone,
     )
+    if tta:
+        network = FlipTTA(network)
     evaluator = Evaluator(
         loader,
         accelerator,
@@ -161,6 +173,7 @@ def evaluate_model(
         "model": model,
         "data": redact_urls(section.source),
         "split": split,
+        **({"tta": tta} if tta else {}),
         **result,
         "class_names": class_names,
     }
@@ -226,7 +239,7 @@ def format_evaluation(result: Mapping[str, Any]) -> str:
     known_keys = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
     keys = [key for key in known_keys if key in result]
     lines = [
-        f"{result['split']}: "
+        f"{result['split']}{', averaged over flips' if 'tta' in result else ''}: "
         + "  ".join(f"{key} {result[key]:.4f}" for key in keys)
         + f"  ({result['examples']} images)"
     ]

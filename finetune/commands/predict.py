@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from finetune.commands.contact_sheet import ContactSheet, save_sheet
 from finetune.commands.prediction_output import (
     PREDICTION_SUFFIXES,
     PredictionTable,
+    open_features_writer,
     open_prediction_writer,
 )
 from finetune.data.image_paths import list_cli_images
@@ -28,8 +30,10 @@ def predict(
     top_k: int = 3,
     out: str | Path | None = None,
     sheet: str | Path | None = None,
+    features: str | Path | None = None,
     calibrated: bool = False,
     threshold: float | None = None,
+    tta: Literal["flip"] | None = None,
     batch_size: int | None = None,
     device: str | None = None,
 ) -> PredictionTable:
@@ -45,13 +49,15 @@ def predict(
             an apostrophe, and several labels share one cell, as `cat|dog`. JSONL keeps every name
             unchanged.
         sheet: a .png file for a contact sheet of the first images, written atomically.
-        calibrated, threshold: see `Classifier.load`.
+        features: a .parquet file for the path and the pre-logits of each image, written
+            atomically; the model then needs no classifier.
+        calibrated, threshold, tta: see `Classifier.load`.
         batch_size: see `Classifier.predict`.
         device: the device to run on; None uses a GPU if available.
     Returns: one row per file, as from `Classifier.predict`. For an unreadable file the row has an
         "error" instead of predictions; `unreadable_files_error` turns these into an exception.
-    Raises: RecipeError if `out` or `sheet` has an unknown suffix or is also an input; SetupError if
-        `out` or `sheet` cannot be written; DataError for an empty list on standard input.
+    Raises: RecipeError if an output file has an unknown suffix or is also an input; SetupError if
+        it cannot be written; DataError for an empty list on standard input.
     """
     out_path = (
         None
@@ -61,11 +67,24 @@ def predict(
     sheet_path = (
         None if sheet is None else check_output_file(sheet, option="--sheet", suffixes=[".png"])
     )
+    features_path = (
+        None
+        if features is None
+        else check_output_file(features, option="--features", suffixes=[".parquet"])
+    )
     files = list_cli_images(paths)
     check_not_overwriting_inputs(
-        (path for path, _ in files), {"--out": out_path, "--sheet": sheet_path}
+        (path for path, _ in files),
+        {"--out": out_path, "--sheet": sheet_path, "--features": features_path},
     )
-    classifier = Classifier.load(model, device=device, calibrated=calibrated, threshold=threshold)
+    classifier = Classifier.load(
+        model,
+        device=device,
+        calibrated=calibrated,
+        threshold=threshold,
+        tta=tta,
+        with_features=features_path is not None,
+    )
     limit_last_block_to_class_token(classifier.network)
     is_multilabel = classifier.thresholds is not None
     rows = PredictionTable(classifier.class_names, is_multilabel=is_multilabel)
@@ -77,6 +96,8 @@ def predict(
     num_predictions = min(top_k, len(classifier.class_names))
     with contextlib.ExitStack() as stack:
         consumers: list[Callable[[PredictionRow], None]] = [rows.append]
+        if features_path is not None:  # first, because it removes the features from the rows
+            consumers.insert(0, stack.enter_context(open_features_writer(features_path)))
         if contact_sheet is not None:
             consumers.append(contact_sheet.add_row)
         if out_path is not None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from finetune.errors import DataError
 from finetune.files import atomic_replace, explain_disk_errors
 from finetune.formatting import escape_csv_formula, escape_to_one_line, format_probability
@@ -18,11 +21,13 @@ from finetune.inference import PredictionRow
 __all__ = [
     "PredictionTable",
     "format_predictions",
+    "open_features_writer",
     "open_prediction_writer",
     "unreadable_files_error",
 ]
 
 PREDICTION_SUFFIXES = (".csv", ".jsonl")
+_ROWS_PER_GROUP = 4096  # of a parquet file
 _MAX_LISTED_FILES = 20  # unreadable files in the error message; CSV and JSONL list all
 
 
@@ -122,6 +127,43 @@ def open_prediction_writer(
                 file.close()  # flushing the buffer may fail on a full disk
 
 
+@contextlib.contextmanager
+def open_features_writer(path: Path) -> Iterator[Callable[[PredictionRow], None]]:
+    """Write the features of rows to a .parquet file; the file appears when the block ends.
+
+    The columns are "path" and "features", a list of float32, null for an unreadable image.
+
+    Yields: a function that writes one row, and removes "features" from it.
+    Raises: SetupError if the file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("path", pa.string()), ("features", pa.list_(pa.float32()))])
+    paths: list[str] = []
+    values: list[NDArray[np.float32] | None] = []
+    with atomic_replace(path, option="--features") as temporary:
+        writer = pq.ParquetWriter(temporary, schema)
+
+        def flush() -> None:
+            with explain_disk_errors(path, option="--features"):
+                writer.write_table(pa.table([paths, pa.array(values, schema.types[1])], schema))
+            paths.clear()
+            values.clear()
+
+        def write(row: PredictionRow) -> None:
+            # parquet needs valid UTF-8, which a file name need not be
+            paths.append(row["path"].encode("utf-8", "backslashreplace").decode())
+            values.append(row.pop("features", None))
+            if len(paths) == _ROWS_PER_GROUP:
+                flush()
+
+        yield write
+        flush()
+        with explain_disk_errors(path, option="--features"):
+            writer.close()
+
+
 def _csv_header(num_predictions: int, is_multilabel: bool) -> list[str]:
     columns = ["path", *(["labels", "confidences"] if is_multilabel else [])]
     for rank in range(1, num_predictions + 1):
@@ -161,16 +203,22 @@ def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:
 
 
 def format_predictions(
-    rows: Sequence[PredictionRow], *, out: str | Path | None = None, sheet: str | Path | None = None
+    rows: Sequence[PredictionRow],
+    *,
+    out: str | Path | None = None,
+    sheet: str | Path | None = None,
+    features: str | Path | None = None,
 ) -> str:
-    """Format the rows as a table; with `out`, only one line per written file."""
+    """Format the rows as a table; with `out` or `features`, only one line per written file."""
     readable = [index for index, row in enumerate(rows) if "error" not in row]
     written = []
     if out is not None:
         written.append(f"{out}: {len(readable)} of {len(rows)} files classified")
     if sheet is not None:
         written.append(f"{sheet}: contact sheet")
-    if out is not None:
+    if features is not None:
+        written.append(f"{features}: features of {len(readable)} of {len(rows)} files")
+    if out is not None or features is not None:
         return "\n".join(written)
     width = max((len(escape_to_one_line(rows[index]["path"])) for index in readable), default=0)
     table = (_format_table_row(rows[index], width) for index in readable)

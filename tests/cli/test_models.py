@@ -28,12 +28,12 @@ def test_eval(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--data", "folder:y", "--split", "val", "--out", "e", "--fit-temperature"]
     assert main(["eval", "runs/x", *arguments, "--corrupt", "all"]) == 0
     options = {"data": "folder:y", "split": "val", "fit_temperature": True, "out": "e"}
-    assert evaluate.calls == [(("runs/x",), {**options, "corrupt": "all"})]
+    assert evaluate.calls == [(("runs/x",), {**options, "corrupt": "all", "tta": None})]
     assert write.calls == [((METRICS, "e"), {})]
     assert capsys.readouterr().out == "val: top1 0.5000\ne/results.json\n"
     assert main(["eval", "runs/x", "--json"]) == 0
     options = {"data": None, "split": None, "fit_temperature": False, "out": None}
-    assert evaluate.calls[1] == (("runs/x",), {**options, "corrupt": None})
+    assert evaluate.calls[1] == (("runs/x",), {**options, "corrupt": None, "tta": None})
     assert json.loads(capsys.readouterr().out) == METRICS
     assert len(write.calls) == 1
 
@@ -45,10 +45,12 @@ def test_predict(monkeypatch: Patch, capsys: Captured) -> None:
     doubles = {"format_predictions": Double("a table"), "unreadable_files_error": Double(None)}
     replace_module(monkeypatch, "finetune.commands.prediction_output", **doubles)
     arguments = ["--top-k", "2", "--out", "o.csv", "--sheet", "s.png", "--calibrated"]
+    arguments += ["--tta", "flip", "--features", "f.parquet"]
     assert main(["predict", "runs/x", "a.png", "-", *arguments]) == 0
     (model, paths), kwargs = predict.calls[0]
     assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
     options = {"top_k": 2, "out": "o.csv", "sheet": "s.png", "calibrated": True}
+    options |= {"tta": "flip", "features": "f.parquet"}
     assert kwargs == {**options, "batch_size": None, "threshold": None}
     assert capsys.readouterr().out == "a table\n"
 

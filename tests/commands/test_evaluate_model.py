@@ -317,3 +317,25 @@ def test_run_on_cached_features_is_evaluated_on_corrupted_images(tmp_path: Path)
     (row,) = evaluated["corrupted"]["rows"]
     assert row["loss"] == pytest.approx(evaluate_corrupted(tmp_path / "run", "contrast", 5)[1])
     assert row["loss"] != pytest.approx(evaluated["loss"], abs=1e-4)
+
+
+def test_flip_tta_averages_logits_also_after_training_on_features(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ["model.freeze=backbone", "data.train=resize", "data.num_train=64", "optim.lr=0.3"]
+    train(parse_recipe(RECIPE, overrides=overrides), run)
+    evaluated = evaluate_model(str(run), tta="flip")
+    built = build_model(str(run))
+    source = open_source("embedded:digits").splits["test"]
+    pipeline = build_pipeline(built.preprocessing, "resize(18) | center_crop")
+    pixels = torch.from_numpy(np.stack([source.decode(index) for index in range(len(source))]))
+    images = pipeline(pixels.permute(0, 3, 1, 2))
+    with torch.no_grad():
+        logits = (built.model.eval()(images) + built.model(images.flip(3))) / 2
+    labels = torch.from_numpy(source.labels)
+    loss = float(torch.nn.functional.cross_entropy(logits, labels))
+    assert evaluated["loss"] == pytest.approx(loss, abs=1e-5)
+    assert evaluated["loss"] != pytest.approx(evaluate_model(str(run))["loss"], abs=1e-4)
+    files = write_evaluation(evaluated, tmp_path / "out")
+    assert json.loads(Path(files[0]).read_text())["tta"] == "flip"
+    with refused("recipe.conflict", "--tta"):
+        evaluate_model(str(run), tta="flip", fit_temperature=True)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
@@ -32,6 +33,7 @@ from finetune.data.open_source import open_source
 from finetune.data.pixel_store import build_pixel_store
 from finetune.errors import WeightsError
 from finetune.inference import Classifier
+from finetune.models.features import compute_pre_logits
 from finetune.models.save import BuiltModel, save_model
 from finetune.models.weights.checksums import add_checksums
 from finetune.transforms.pipeline import Pipeline
@@ -469,7 +471,49 @@ def test_out_of_memory_suggests_batch_size(model: Path, photos: Path) -> None:
         classifier.predict(photos)
 
 
-@pytest.mark.parametrize("option, suffix", [("out", ".csv or .jsonl"), ("sheet", ".png")])
+def test_flip_tta_averages_the_logits_of_both_directions(model: Path, photos: Path) -> None:
+    plain, averaged = (Classifier.load(model, device="cpu", tta=tta) for tta in (None, "flip"))
+    images = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    logits, flipped = plain.logits(images), plain.logits(images.flip(3))
+    assert (logits - flipped).abs().max() > 0.1
+    torch.testing.assert_close(averaged.logits(images), (logits + flipped) / 2)
+    (row,) = predict(str(model), [str(photos / "0.png")], tta="flip")
+    assert row == averaged.predict(photos / "0.png")[0]
+    assert row != plain.predict(photos / "0.png")[0]
+
+
+@pytest.mark.parametrize("tta", [None, "flip"])
+def test_features_are_the_pre_logits_of_each_image(
+    model: Path, photos: Path, tmp_path: Path, tta: Any
+) -> None:
+    file = tmp_path / "features.parquet"
+    rows = predict(str(model), [str(photos)], features=file, out=tmp_path / "rows.jsonl", tta=tta)
+    without_features = predict(str(model), [str(photos)], tta=tta)
+    assert sum("error" in row for row in rows) == 2
+    for row, expected in zip(rows, without_features, strict=True):
+        assert row.get("error") == expected.get("error")
+        confidences, expected_confidences = (
+            {p["label"]: p["confidence"] for p in each.get("predictions", [])}
+            for each in (row, expected)
+        )
+        assert confidences == pytest.approx(expected_confidences, abs=1e-5)
+    table = pq.read_table(file).to_pylist()
+    assert [entry["path"] for entry in table] == [row["path"] for row in rows]
+    classifier = Classifier.load(model, device="cpu")
+    for entry, row in zip(table, rows, strict=True):
+        if "error" in row:
+            assert entry["features"] is None
+            continue
+        image = torch.from_numpy(decode_image(row["path"])).permute(2, 0, 1)
+        with torch.no_grad():
+            expected_BD = compute_pre_logits(classifier.network, classifier.pipeline(image[None]))
+        assert entry["features"] == pytest.approx(expected_BD[0].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option, suffix",
+    [("out", ".csv or .jsonl"), ("sheet", ".png"), ("features", ".parquet")],
+)
 def test_invalid_output_path_is_refused_before_loading_the_model(
     option: str, suffix: str, tmp_path: Path
 ) -> None:
@@ -477,7 +521,7 @@ def test_invalid_output_path_is_refused_before_loading_the_model(
         with refused("recipe.wrong_value", f"--{option}", suffix):
             predict("no such model", ["x"], **{option: name})
     with refused("setup.not_writable", f"--{option}", "gone"):
-        predict("no such model", ["x"], **{option: tmp_path / "gone" / f"x{suffix[:4]}"})
+        predict("no such model", ["x"], **{option: tmp_path / "gone" / f"x{suffix.split()[0]}"})
 
 
 @pytest.mark.parametrize("arguments", [{"top_k": 0}, {"batch_size": 0}])
@@ -486,7 +530,7 @@ def test_counts_below_one_are_refused(model: Path, arguments: dict[str, Any]) ->
         Classifier.load(model, device="cpu").predict([], **arguments)
 
 
-def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:
+def test_weights_without_a_classifier_give_only_features(tmp_path: Path) -> None:
     network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=0, **SIZES)
     preprocessing = Preprocessing((24, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
     args = {"img_size": 24, **SIZES}
@@ -494,3 +538,9 @@ def test_weights_without_a_classifier_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path, built, network.state_dict(), class_names=[], preprocessing=preprocessing)
     with pytest.raises(WeightsError, match="no classifier"):
         Classifier.load(tmp_path)
+    # but their features can be written
+    write_image(tmp_path / "photo.png")
+    (row,) = predict(str(tmp_path), [str(tmp_path / "photo.png")], features=tmp_path / "f.parquet")
+    assert row["predictions"] == []
+    (entry,) = pq.read_table(tmp_path / "f.parquet").to_pylist()
+    assert len(entry["features"]) == 16

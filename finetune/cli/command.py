@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ def _enable_debug(ctx: click.Context, param: click.Parameter, value: bool) -> No
 
 
 def _check_torch_loads() -> None:
-    """With a limit on the address space, import torch in a copy of this process first.
+    """With a limit on the address space, import torch in another process first.
 
     One of its libraries ends the process with SIGABRT if it gets no memory while it is loaded.
 
@@ -141,14 +141,8 @@ def _check_torch_loads() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or "torch" in sys.modules:
         return
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        with contextlib.suppress(BaseException):
-            importlib.import_module("torch")
-        os._exit(0)
-    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+    command = [sys.executable, "-c", "import torch"]
+    if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode < 0:
         raise ImportError("torch: Cannot allocate memory")
 
 

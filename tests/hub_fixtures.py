@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,9 @@ def write_model_folder(folder: Path, *, value: float = 1.0, **files: str) -> Pat
 def sleep_durations(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace sleeps between retries; returns the list of their durations in seconds."""
     seconds: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=seconds.append))
+    monkeypatch.setattr(
+        client, "time", SimpleNamespace(sleep=seconds.append, monotonic=time.monotonic)
+    )
     return seconds
 
 

@@ -29,7 +29,7 @@ CLASSES = ["red", "green", "blue"]
 def disable_retry_waits(patch: pytest.MonkeyPatch) -> None:
     """Retry failed reads from the hub immediately."""
     patch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
-    patch.setattr(shard_file, "RETRY_WAITS_SECONDS", (0.01,) * 4)
+    patch.setattr(shard_file, "MAX_READ_TRIES", 5)
 
 
 def image_png(number: int, label: int) -> bytes:

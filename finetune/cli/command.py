@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -18,6 +19,7 @@ from finetune.cli.output import to_json
 from finetune.cli.streams import stdout_errors
 from finetune.errors import (
     FinetuneError,
+    HubError,
     RecipeError,
     SetupError,
     did_you_mean,
@@ -96,6 +98,7 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., CommandResult
             state["json"] = as_json
             _check_output_paths(arguments)
             _check_torch_loads()
+            _check_hub_endpoint()
             with contextlib.redirect_stdout(sys.stderr):  # libraries may print
                 result = function(**arguments)
             if is_main_process():
@@ -144,6 +147,18 @@ def _check_torch_loads() -> None:
     command = [sys.executable, "-c", "import torch"]
     if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode < 0:
         raise ImportError("torch: Cannot allocate memory")
+
+
+def _check_hub_endpoint() -> None:
+    """Raise HubError if HF_ENDPOINT is no URL; then huggingface_hub could not be imported."""
+    endpoint = os.environ.get("HF_ENDPOINT", "")
+    try:
+        _ = urlsplit(endpoint).port
+    except ValueError as error:
+        raise HubError(
+            f"HF_ENDPOINT={endpoint}: not a URL ({error}); unset it, or set it to the URL of a hub",
+            code="hub.wrong_endpoint",
+        ) from None
 
 
 def _check_output_paths(arguments: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from timm.models import split_model_name_tag
 from torch import hub
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, HubError
 from finetune.files import file_sha256
 from finetune.formatting import aligned_table, format_short_count, pluralize
 from finetune.models.build import build_model
@@ -102,6 +102,8 @@ def _build_on_meta(
     try:
         with torch.device("meta"):
             return build_model(name, pretrained=False, image_size=image_size, freeze=freeze)
+    except HubError:
+        raise
     except (FinetuneError, RuntimeError):
         # if the error is not about the meta device, this call raises it again
         built = build_model(name, pretrained=False, image_size=image_size, freeze=freeze)

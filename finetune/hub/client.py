@@ -10,9 +10,11 @@ import contextlib
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
@@ -42,9 +44,11 @@ __all__ = [
 
 MAX_TRIES = 5
 MAX_TRIES_UNREACHABLE = 2  # if no server responds at all
+MAX_RETRY_SECONDS = 60.0  # no further try if it could end later
 FIRST_WAIT_SECONDS = 0.5  # doubled each time
 MAX_WAIT_SECONDS = 30.0  # even if the Hub asks for more
-READ_TIMEOUT_SECONDS = 25.0  # between two chunks of a response
+READ_TIMEOUT_SECONDS = 15.0  # between two chunks of a response
+SILENT_SECONDS = 5.0  # a longer wait is logged
 WRITE_TIMEOUT_SECONDS = 120.0  # the Hub checks large files or assembles a commit
 
 _BUSY_STATUSES = (408, 425, 429)  # besides 5xx
@@ -56,7 +60,8 @@ _STRUCTURE_ERRORS = (
 )
 # classes of httpx or httpx2, whichever huggingface_hub is built on
 _UNREACHABLE_ERRORS = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError")
-_PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
+# these would occur again on a retry
+PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
 _MAX_REASON_CHARS = 300  # limit for third-party text in a message
 # a library that rejects pickled objects also explains how to load them anyway
 _UNSAFE_LOADING_ADVICE = re.compile(r"weights.only|allow_pickle|trust_remote_code", re.IGNORECASE)
@@ -167,7 +172,7 @@ def user_error(
     response = getattr(cause, "response", None)
     if response is None:
         text = redact(f"{type(cause).__name__}: {cause}").rstrip(": ")
-        if type(cause).__name__ in _PERMANENT_ERRORS:
+        if type(cause).__name__ in PERMANENT_ERRORS:
             return HubError(
                 f"{display_name}: the hub cannot be used ({text}); check HF_ENDPOINT",
                 code="hub.wrong_answer",
@@ -296,27 +301,57 @@ def _set_timeouts(request: Any) -> None:
     }
 
 
-def retry(display_name: str, call: Callable[[], T]) -> T:
-    """Call a function until it succeeds, up to a limited number of tries.
+def retry(
+    display_name: str,
+    call: Callable[[], T],
+    *,
+    url: str | None = None,
+    max_tries: int = MAX_TRIES,
+    max_seconds: float = MAX_RETRY_SECONDS,
+) -> T:
+    """Call a function until it succeeds, up to a limited number of tries and time.
 
     Args:
         display_name: name of what is read or written, for log lines.
         call: function that raises TransientHubError for temporary failures.
+        url: URL on the server; None for the Hub.
+        max_tries: limit for the number of calls.
+        max_seconds: limit for all calls together, if each takes as long as the one before.
     Raises: the last TransientHubError, and any other error of `call`.
     """
-    num_tries = 0
-    while True:
+    host = urlsplit(url or constants.ENDPOINT).netloc.rpartition("@")[2]
+    start = time.monotonic()
+    for attempt in range(1, max_tries + 1):
+        attempt_start = time.monotonic()
         try:
-            return call()
+            with _log_long_wait(host, f"attempt {attempt} of {max_tries}"):
+                return call()
         except TransientHubError as error:
-            num_tries += 1
-            if num_tries >= (MAX_TRIES_UNREACHABLE if error.is_unreachable else MAX_TRIES):
-                raise
             seconds = error.retry_after_seconds
             if seconds is None:
-                seconds = FIRST_WAIT_SECONDS * 2 ** (num_tries - 1)
-            warn_once(f"{display_name}: {error}; trying again")
-        time.sleep(min(seconds, MAX_WAIT_SECONDS))
+                seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
+            seconds = min(seconds, MAX_WAIT_SECONDS)
+            now = time.monotonic()
+            is_too_late = now - start + seconds + now - attempt_start > max_seconds
+            is_unreachable = error.is_unreachable and attempt >= MAX_TRIES_UNREACHABLE
+            if attempt == max_tries or is_unreachable or is_too_late:
+                raise
+            warn_once(f"{display_name}: {error}; trying again ({attempt + 1} of {max_tries})")
+        time.sleep(seconds)
+    raise AssertionError("the last try returns or raises")
+
+
+@contextlib.contextmanager
+def _log_long_wait(host: str, attempt: str) -> Iterator[None]:
+    """Log a line if the block takes long; once per host and attempt, as a slow host repeats it."""
+    text = f"waiting for {host}, {attempt}"
+    timer = threading.Timer(SILENT_SECONDS, warn_once, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def call_hub(display_name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:

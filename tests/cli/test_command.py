@@ -43,6 +43,16 @@ class TestResults:
         assert run("go", "--json") == 0
         assert json.loads(capsys.readouterr().out) == {"a": None}
 
+    @pytest.mark.parametrize("endpoint", ["http://[::1", "http://host:99999", "http://host:x"])
+    def test_a_hub_endpoint_that_is_no_url(
+        self, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    ) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert program(lambda: CommandResult(1, "one"))("go", "--json") == 7
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["code"] == "hub.wrong_endpoint"
+        assert captured.err.startswith(f"HF_ENDPOINT={endpoint}: ")
+
     def test_output_of_libraries_goes_to_standard_error(self, capsys: Captured) -> None:
         def body() -> CommandResult:
             print("downloading")

@@ -18,6 +18,7 @@ from tar_shards import RangeServer
 
 from finetune.data.streaming import shard_file
 from finetune.data.streaming.shard_file import LocalFile, RemoteFile, ShardFile, open_stream
+from finetune.hub import client
 
 NAME, TOKEN = "someone/things", "hf_aliceAlice1234"
 CONTENT = os.urandom(5000)
@@ -107,7 +108,7 @@ class TestHubFile:
         hub.requests.clear()
         hub.fail(".", times=None, echo=True)
         assert_refused(file, "hub.unreachable", f"hub:{NAME} {LFS_PATH}", "503", "--resume")
-        assert hub.count("/resolve/") == len(shard_file.RETRY_WAITS_SECONDS)
+        assert hub.count("/resolve/") == shard_file.MAX_READ_TRIES - 1
         assert hub.count("/cdn/") == 1
 
     def test_error_messages(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +175,8 @@ class TestWebFile:
         expected_text: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(shard_file, "REQUEST_TIMEOUT_SECONDS", 0.3)
-        monkeypatch.setattr(shard_file, "RETRY_WAITS_SECONDS", (0.01,))
+        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 0.3)
+        monkeypatch.setattr(shard_file, "MAX_READ_TRIES", 2)
         file = RemoteFile.open_url(f"{server.url}/a.tar")
         server.flood = flood
         assert_refused(file, "hub.unreachable", "a.tar", expected_text)

@@ -31,10 +31,10 @@ from finetune.data.open_source import open_source
 from finetune.data.sampler import DistributedBatchSampler
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation, merge_val
-from finetune.data.streaming import shard_file
 from finetune.data.streaming.shard_file import LocalFile
 from finetune.data.streaming.shuffle import build_shuffle_streams
 from finetune.data.streaming.streamed_images import StreamedImages
+from finetune.hub import client
 
 TWO_IMAGES = [("a.png", random_png(1)), ("b.png", random_png(2))]
 
@@ -352,7 +352,7 @@ class TestHttpServer:
     def test_a_signal_stops_waiting_for_a_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The signal stops all shards, and no thread keeps the process alive."""
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(shard_file, "REQUEST_TIMEOUT_SECONDS", 3.0)
+        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 3.0)
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt

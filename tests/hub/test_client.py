@@ -12,11 +12,19 @@ import pytest
 from hub_fixtures import WRITE_TOKEN, hub, sleep_durations
 from hub_server import HubServer, point_clients_at
 from huggingface_hub import HfApi, get_session
+from logs import forget_warnings, logged
 from refusals import refused
 
 from finetune.errors import DataError, WeightsError
 from finetune.hub import client
-from finetune.hub.client import TransientHubError, call_hub, hub_errors, redact, user_error
+from finetune.hub.client import (
+    TransientHubError,
+    call_hub,
+    hub_errors,
+    redact,
+    retry,
+    user_error,
+)
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
@@ -38,7 +46,7 @@ class TestRetries:
         hub.fail("whoami", times=2, **fault)
         assert call_whoami()["name"] == "alice"
         assert hub.count("whoami") == 3
-        assert capsys.readouterr().err.count("trying again") == 1
+        assert capsys.readouterr().err.count("trying again") == 2
 
     @pytest.mark.parametrize("status", [400, 404, 412])
     def test_permanent_error_is_not_retried(self, hub: HubServer, status: int) -> None:
@@ -79,16 +87,28 @@ class TestRetries:
         call_whoami()
         assert sleep_durations == [seconds]
 
-    @pytest.mark.usefixtures("sleep_durations")
     def test_hub_that_does_not_respond(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 0.1)
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        """It is given up in time, and each try is logged while it waits, and when it fails."""
+        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", 0.2)
+        monkeypatch.setattr(client, "SILENT_SECONDS", 0.1)
+        monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+        forget_warnings()
+        with socket.create_server(("127.0.0.1", 0)) as server, logged() as messages:
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
             point_clients_at(url, monkeypatch, tmp_path, WRITE_TOKEN)
-            with refused("hub.unreachable", "ReadTimeout"):
-                call_whoami()
+
+            def call() -> Any:
+                with hub_errors("alice/net"):
+                    return HfApi().whoami()
+
+            with pytest.raises(TransientHubError, match="ReadTimeout"):
+                retry("alice/net", call, max_seconds=0.7)
+        host = url.removeprefix("http://")
+        waits = [message for message in messages if message.startswith(f"waiting for {host}")]
+        assert 2 <= len(waits) < client.MAX_TRIES
+        assert len(messages) == 2 * len(waits) - 1
 
     def test_keeps_the_client_of_the_program(self, hub: HubServer) -> None:
         session = get_session()

@@ -23,12 +23,18 @@ from huggingface_hub.utils import build_hf_headers
 
 from finetune.data.decode import open_dataset_file
 from finetune.errors import DataError, FinetuneError, HubError
-from finetune.hub.client import TransientHubError, check_server_status, hub_errors, redact
-from finetune.log import warn_once
+from finetune.hub import client
+from finetune.hub.client import (
+    TransientHubError,
+    check_server_status,
+    hub_errors,
+    redact,
+    retry,
+)
 
 __all__ = [
-    "REQUEST_TIMEOUT_SECONDS",
-    "RETRY_WAITS_SECONDS",
+    "MAX_READ_SECONDS",
+    "MAX_READ_TRIES",
     "LocalFile",
     "RemoteFile",
     "ShardFile",
@@ -36,12 +42,9 @@ __all__ = [
     "store_urls",
 ]
 
-# waits between the tries of a read: a long run survives an outage of a minute
-RETRY_WAITS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-_NUM_OPEN_WAITS = 3  # fewer, because the name of a server that does not respond may be misspelled
-REQUEST_TIMEOUT_SECONDS = (
-    30.0  # between two chunks of a response; without it, the client waits forever
-)
+# limits for the tries of a read: a long run survives an outage of a minute
+MAX_READ_TRIES = 8
+MAX_READ_SECONDS = 90.0
 _MIN_BYTES_PER_SECOND = 1000  # on average; else a slow but steady response never times out
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # Hub URL of a file -> its URL in the Hub's file store. The Hub limits the rate of its redirects;
@@ -49,8 +52,6 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # bytes of a URL do not change. This dict has no lock: a lock that another thread holds during a
 # fork is never released.
 store_urls: dict[str, str] = {}
-# errors of httpx that would occur again on a retry
-_PERMANENT_ERRORS = ("LocalProtocolError", "TooManyRedirects", "UnsupportedProtocol")
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class RemoteFile:
 
     def _opened(self) -> RemoteFile:
         store_urls.pop(self.url, None)  # only the Hub itself sends the ETag
-        found, _ = self._request_with_retries(0, 1, RETRY_WAITS_SECONDS[:_NUM_OPEN_WAITS])
+        found, _ = self._request_with_retries(0, 1)
         return found
 
     def read(self, offset: int, length: int) -> bytes:
@@ -166,7 +167,9 @@ class RemoteFile:
         Raises: HubError if the server keeps failing or denies access; DataError if the file is gone
             or has changed.
         """
-        found, body = self._request_with_retries(offset, length, RETRY_WAITS_SECONDS)
+        found, body = self._request_with_retries(
+            offset, length, max_tries=MAX_READ_TRIES, max_seconds=MAX_READ_SECONDS
+        )
         if found != self:
             raise DataError(
                 f"{self.display_name}: has changed since it was opened; restore it, or train from "
@@ -176,25 +179,28 @@ class RemoteFile:
         return body
 
     def _request_with_retries(
-        self, offset: int, length: int, waits_seconds: tuple[float, ...]
+        self, offset: int, length: int, **limits: Any
     ) -> tuple[RemoteFile, bytes]:
-        """Request a range. Returns: this file with its current size and ETag, and the bytes."""
-        for wait_seconds in (*waits_seconds, None):
+        """Request a range; `limits` are those of `retry`.
+
+        Returns: this file with its current size and ETag, and the bytes.
+        """
+
+        def call() -> tuple[RemoteFile, bytes]:
             try:
                 return self._request_range(offset, length)
-            except TransientHubError as error:
+            except TransientHubError:
                 store_urls.pop(self.url, None)
-                if wait_seconds is None:
-                    raise HubError(
-                        f"{self.display_name}: {error}, repeatedly; try again later (continue a "
-                        "run with --resume)",
-                        code="hub.unreachable",
-                    ) from None
-                warn_once(f"{self.display_name}: {error}; trying again")
-                asked_seconds = error.retry_after_seconds or 0.0
-                seconds = max(wait_seconds, min(asked_seconds, RETRY_WAITS_SECONDS[-1]))
-            time.sleep(seconds)
-        raise AssertionError("the last try returns or raises")
+                raise
+
+        try:
+            return retry(self.display_name, call, url=self.url, **limits)
+        except TransientHubError as error:
+            raise HubError(
+                f"{self.display_name}: {error}, repeatedly; try again later (continue a run with "
+                "--resume)",
+                code="hub.unreachable",
+            ) from None
 
     def _request_range(self, offset: int, length: int) -> tuple[RemoteFile, bytes]:
         url = store_urls.get(self.url, self.url)
@@ -205,7 +211,7 @@ class RemoteFile:
         session = get_session()
         with _connection_errors(self.display_name):
             request = session.build_request(
-                "GET", url, headers=headers, timeout=REQUEST_TIMEOUT_SECONDS
+                "GET", url, headers=headers, timeout=client.READ_TIMEOUT_SECONDS
             )
             response = session.send(request, stream=True, follow_redirects=True)
             with contextlib.closing(response):
@@ -268,7 +274,7 @@ def _connection_errors(display_name: str) -> Iterator[None]:
         raise
     except Exception as error:  # an invalid URL raises almost any type of error
         cause = redact(f"{type(error).__name__}: {error}")
-        if isinstance(error, HTTPError) and type(error).__name__ not in _PERMANENT_ERRORS:
+        if isinstance(error, HTTPError) and type(error).__name__ not in client.PERMANENT_ERRORS:
             text = f"the connection failed ({cause})"
             raise TransientHubError(text, code="hub.unreachable") from None
         raise HubError(
@@ -285,7 +291,7 @@ def _read_body(response: Any, length: int) -> bytes:
         seconds = time.monotonic() - start
         if len(body) > length:
             raise TransientHubError(f"the server sent more than the requested {length:,} bytes")
-        if seconds > REQUEST_TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
+        if seconds > client.READ_TIMEOUT_SECONDS and len(body) < seconds * _MIN_BYTES_PER_SECOND:
             raise TransientHubError(
                 f"the server is too slow ({len(body):,} bytes in {seconds:.0f} s)"
             )

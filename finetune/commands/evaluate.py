@@ -46,7 +46,8 @@ from finetune.precision import autocast_dtype
 from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection, load_run_recipe
-from finetune.run.directory import format_json
+from finetune.run.directory import RunDir, format_json
+from finetune.run.record import read_record
 from finetune.training.accelerator import create_run_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader
@@ -91,6 +92,7 @@ def evaluate_model(
         tta: "flip" averages the logits of each image and its mirror image.
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
+        "data_changed" (True if it is a split of the run's own data that has changed since),
         "class_names", with `tta` "tta" and, with `corrupt`, "corrupted" {"rows": [{"kind",
         "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
@@ -131,6 +133,12 @@ def evaluate_model(
         is_training_data=is_training_data,
         log_split=accelerator.is_main_process,
     )
+    data_changed = is_training_data and _has_changed(model, source.splits[split])
+    if data_changed and accelerator.is_main_process:
+        logger.warning(
+            f"{section.source}: images or labels of '{split}' have changed since the run {model}; "
+            "its results.json has the metrics of the old ones"
+        )
     mapped_split, class_names = _map_labels_to_model_classes(
         model, built.class_names, num_classes, source, split
     )
@@ -173,10 +181,17 @@ def evaluate_model(
         "model": model,
         "data": redact_urls(section.source),
         "split": split,
+        "data_changed": data_changed,
         **({"tta": tta} if tta else {}),
         **result,
         "class_names": class_names,
     }
+
+
+def _has_changed(run: str, split: Split) -> bool:
+    """True if a split of the training data differs from the one that the run recorded."""
+    recorded = read_record(RunDir(run)).get("split_fingerprints", {})
+    return recorded.get(split.name, split.fingerprint) != split.fingerprint
 
 
 def check_split_name(split: str | None, choices: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
@@ -70,7 +71,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 
 def decode_image(
-    data: bytes | str | Path | Image.Image,
+    data: bytes | str | Path | AbstractContextManager[IO[bytes]] | Image.Image,
     *,
     decode_size: int | None = None,
     max_pixels: int = MAX_PIXELS,
@@ -80,7 +81,8 @@ def decode_image(
     """Decode an encoded image, a file or a PIL image to canonical RGB.
 
     Args:
-        data: the file's content as bytes, its path, or a PIL image (decodes its current frame).
+        data: the file's content as bytes, its path, a context manager that opens it, or a PIL image
+            (decodes its current frame).
         decode_size: minimum side in pixels. Decodes a JPEG at 1/8, 1/4 or 1/2 of its size if both
             sides keep this length, which skips most of the work. Ignored for other formats.
         max_pixels: limit for H*W, checked before decoding.
@@ -94,7 +96,8 @@ def decode_image(
             return _decode_pil_image(data, None, max_pixels)
         if isinstance(data, bytes):
             return _decode_stream(io.BytesIO(data), decode_size, max_pixels, buffer)
-        with open_dataset_file(Path(data)) as stream:
+        opened = open_dataset_file(Path(data)) if isinstance(data, str | Path) else data
+        with opened as stream:
             return _decode_stream(stream, decode_size, max_pixels, buffer)
     except DataError as error:
         cause, code = str(error), error.code

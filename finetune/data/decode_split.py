@@ -242,12 +242,14 @@ def _find_unreadable(split: Split, **options: Any) -> list[tuple[int, str]]:
 
     Returns: (index, message) of unreadable images, ascending.
     """
+    failed = []
     with contextlib.closing(decode_split(split, **options)) as images:
-        return [
-            (index, str(image))
-            for index, image in enumerate(images)
-            if isinstance(image, DataError)
-        ]
+        for index, image in enumerate(images):
+            if isinstance(image, DataError):
+                if image.code == "data.changed":
+                    raise image
+                failed.append((index, str(image)))
+    return failed
 
 
 def find_unreadable_images(

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from finetune.data.columns import int64_to_numpy
 from finetune.data.decode import decode_image, open_dataset_file
+from finetune.data.recorded_digests import RecordedDigests
 from finetune.data.stat_signatures import stat_signatures
 from finetune.errors import DataError
 from finetune.formatting import printable_path
@@ -37,7 +38,8 @@ __all__ = [
 class EncodedImages(Protocol):
     """Protocol for encoded images in a fixed order; several threads may read them.
 
-    `decode` takes the arguments `decode_size` and `buffer` of `decode_image`.
+    `decode` takes the arguments `decode_size` and `buffer` of `decode_image`. After
+    `record_digests`, it raises a DataError for a file whose content is not the recorded one.
 
     Attributes:
         origin: local paths of the files that hold the images, for the key of the cached
@@ -61,6 +63,7 @@ class EncodedImages(Protocol):
     def name_of(self, row: int) -> str: ...
     def encoded_sizes(self) -> np.ndarray: ...
     def stat_signatures(self, rows: np.ndarray) -> np.ndarray: ...
+    def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class TableImages:
         self._chunks = load_chunks()
         lengths = (len(chunk.encoded_images) for chunk in self._chunks)
         self._starts = list(itertools.accumulate(lengths, initial=0))
+        self._digests = RecordedDigests(len(self))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -130,8 +134,8 @@ class TableImages:
         number = bisect.bisect_right(self._starts, row) - 1
         return self._chunks[number], row - self._starts[number]
 
-    def read_bytes(self, row: int) -> bytes:
-        """Return the encoded image of a row. Raises: DataError if the row has no image."""
+    def _body_or_path(self, row: int) -> bytes | Path:
+        """Return the encoded image of a row, or the path of its file."""
         chunk, offset = self._locate_row(row)
         body: bytes | None = chunk.encoded_images[offset].as_py()
         if body is not None:
@@ -140,7 +144,14 @@ class TableImages:
         if not path:
             raise DataError("no image in this row", code="data.no_image")
         # image-folder datasets on the Hugging Face Hub store only paths
-        with open_dataset_file(chunk.resolve_path(path)) as stream:
+        return chunk.resolve_path(path)
+
+    def read_bytes(self, row: int) -> bytes:
+        """Return the encoded image of a row. Raises: DataError if the row has no image."""
+        image = self._body_or_path(row)
+        if isinstance(image, bytes):
+            return image
+        with open_dataset_file(image) as stream:
             return stream.read()
 
     def decode(
@@ -148,11 +159,14 @@ class TableImages:
     ) -> np.ndarray:
         """Decode a row. Returns: (H, W, 3) uint8. Raises: DataError naming the row."""
         try:
-            body = self.read_bytes(row)
+            image = self._body_or_path(row)
         except DataError as error:
             raise DataError(f"{self.name_of(row)}: {error}", code=error.code) from None
         return decode_image(
-            body, decode_size=decode_size, name=lambda: self.name_of(row), buffer=buffer
+            image if isinstance(image, bytes) else self._digests.open(row, image),
+            decode_size=decode_size,
+            name=lambda: self.name_of(row),
+            buffer=buffer,
         )
 
     def name_of(self, row: int) -> str:
@@ -180,6 +194,11 @@ class TableImages:
                         files.append(chunk.resolve_path(path))
         return np.concatenate([tables, stat_signatures(files)])
 
+    def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
+        """Record digests (n, 16) of some rows, if there are rows that name a file."""
+        if any(chunk.encoded_images.null_count for chunk in self._chunks):
+            self._digests.record(rows, digests)
+
 
 def _encoded_sizes(chunk: TableChunk) -> np.ndarray:
     lengths = pc.binary_length(chunk.encoded_images)
@@ -204,6 +223,7 @@ class FileImages:
         self._root = root
         self.origin = os.fspath(root)
         self._paths = binary_array([os.fsencode(path) for path in paths])
+        self._digests = RecordedDigests(len(paths))
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -221,7 +241,7 @@ class FileImages:
     ) -> np.ndarray:
         """Decode a file. Returns: (H, W, 3) uint8. Raises: DataError naming the file."""
         return decode_image(
-            self._path_of(row),
+            self._digests.open(row, self._path_of(row)),
             decode_size=decode_size,
             name=lambda: self.name_of(row),
             buffer=buffer,
@@ -244,6 +264,10 @@ class FileImages:
         indices = pa.Array.from_buffers(pa.int64(), len(rows), buffers)  # see `binary_array`
         paths = self._paths.take(indices).to_pylist()
         return stat_signatures(os.path.join(root, path) for path in paths)
+
+    def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
+        """Record digests (n, 16) of some rows."""
+        self._digests.record(rows, digests)
 
 
 def binary_array(values: Sequence[bytes | memoryview]) -> pa.LargeBinaryArray:
@@ -297,6 +321,9 @@ class ArrayImages:
         """Return an empty array, (0, 5), because the images are not in files."""
         return stat_signatures([])
 
+    def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
+        """Do nothing, because the images cannot change."""
+
 
 class ConcatImages:
     """Concatenation of two collections of images."""
@@ -345,3 +372,9 @@ class ConcatImages:
         signatures = np.empty((len(rows), 5), dtype=np.int64)
         signatures[~in_second], signatures[in_second] = first, second
         return signatures
+
+    def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
+        """Record digests (n, 16) of some rows."""
+        in_second = rows >= len(self._first)
+        self._first.record_digests(rows[~in_second], digests[~in_second])
+        self._second.record_digests(rows[in_second] - len(self._first), digests[in_second])

@@ -1,13 +1,13 @@
-"""SHA-256 fingerprint of a split's images and labels, cached on disk.
+"""Fingerprint of a split: a SHA-256 over its labels and the digests of its images, cached on disk.
 
-The fingerprint is stored under the stat signatures of the files: device, inode, size, mtime and
+The digests are stored under the stat signatures of the files: device, inode, size, mtime and
 ctime (in nanoseconds). While they stay the same, the files are not read again. File times are only
 as fine as the file system's clock. So if a file changed less than two seconds before it was read,
-or has a time in the future, the fingerprint is not stored: another change in the same clock tick
+or has a time in the future, the digests are not stored: another change in the same clock tick
 would leave its times the same.
 
-Each fingerprint is a file in `hashes/` of the cache, which also holds a checksum. If the file is
-damaged, the images are hashed again; this is never an error.
+The digests of a split are a file in `hashes/` of the cache, which begins with a checksum. If the
+file is damaged, the images are hashed again; this is never an error.
 """
 
 # N images, F files
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.cache import CacheFolder, cache_path
+from finetune.data.recorded_digests import DIGEST_BYTES, UNREADABLE_DIGEST, image_digest
 from finetune.data.stat_signatures import are_settled
 from finetune.data.thread_pool import thread_map
 from finetune.errors import DataError
@@ -34,89 +35,95 @@ from finetune.ranks import is_local_main_process
 if TYPE_CHECKING:
     from finetune.data.encoded_images import EncodedImages
 
-__all__ = ["MIN_STORED_BYTES", "compute_fingerprint", "try_read_bytes"]
+__all__ = ["MIN_STORED_BYTES", "compute_digests", "compute_fingerprint"]
 
-MAX_CACHE_BYTES = 2**20
-MIN_STORED_BYTES = 2**24  # below, threads and a stored fingerprint cost more than they save
+MAX_CACHE_BYTES = 2**30
+MIN_STORED_BYTES = 2**24  # below, threads and stored digests cost more than they save
 _PROGRESS_BAR_BYTES = 2**28  # above, hashing has a progress bar
 _MAX_CHUNK_IMAGES = 16  # per thread task, because starting a task costs time
 _CHUNK_BYTES = 2**20
 _NUM_THREADS = 8  # more than cores: they also wait for disks
-_FILE_NAME = re.compile(r"[0-9a-f]{64}\.fingerprint")
+_FILE_NAME = re.compile(r"[0-9a-f]{64}\.digests")
 
 
-def compute_fingerprint(
-    images: EncodedImages, rows_N: NDArray[np.int64], labels_N: NDArray[np.int64]
-) -> tuple[str, NDArray[np.int64]]:
-    """Hash the encoded bytes and label of every image, in order.
+def compute_fingerprint(digests_N16: NDArray[np.uint8], labels_N: NDArray[np.int64]) -> str:
+    """Return a sha256 over the digests and labels of a split's images, in order."""
+    content = digests_N16.tobytes() + labels_N.astype("<i8").tobytes()
+    return hashlib.sha256(b"images" + content).hexdigest()
 
-    An image that cannot be opened contributes no bytes and the size -1. A small split is always
-    read. A larger one is not read if no file has changed since an earlier run; if one has, all are
-    read.
+
+def compute_digests(images: EncodedImages, rows_N: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return the digest of each encoded image, in order.
+
+    A small split is always read. A larger one is not read if no file has changed since an earlier
+    run; if one has, all are read.
 
     Args:
         images: images that are not streamed.
         rows_N: rows of `images`.
-        labels_N: labels of these rows.
-    Returns: the fingerprint, and the (F, 5) `stat_signatures` of the files, taken before reading.
+    Returns: (N, 16), each an `image_digest`, or `UNREADABLE_DIGEST` if the file cannot be read.
     """
     signatures_F5 = images.stat_signatures(rows_N)
     sizes = signatures_F5[:, 2] if images.has_file_per_image else images.encoded_sizes()[rows_N]
     total = int(sizes.sum())
     key = None
     if total >= MIN_STORED_BYTES and are_settled(signatures_F5):
-        key = _cache_key(images.origin, signatures_F5, rows_N, labels_N)
-        if known := _read_cached(key):
-            return known, signatures_F5
+        key = _cache_key(images.origin, signatures_F5, rows_N)
+        if known := _read_cached(key, len(rows_N)):
+            return _as_rows(known)
 
-    def read_some(rows: NDArray[np.int64]) -> list[tuple[bytes, int]]:
-        return [try_read_bytes(images, row) for row in rows.tolist()]
+    def digest_some(rows: NDArray[np.int64]) -> tuple[list[bytes], int]:
+        """Return the digests of some rows, and how many bytes were read."""
+        digests, num_bytes = [], 0
+        for row in rows.tolist():
+            try:
+                body = images.read_bytes(row)
+            except (DataError, OSError):
+                digests.append(UNREADABLE_DIGEST)
+            else:
+                digests.append(image_digest(body))
+                num_bytes += len(body)
+        return digests, num_bytes
 
     chunk_size = min(max(_CHUNK_BYTES * len(rows_N) // max(total, 1), 1), _MAX_CHUNK_IMAGES)
     chunks = (rows_N[first : first + chunk_size] for first in range(0, len(rows_N), chunk_size))
     is_small = total < MIN_STORED_BYTES
-    contents = map(read_some, chunks) if is_small else thread_map(read_some, chunks, _NUM_THREADS)
-    labels = iter(labels_N.tolist())
-    digest, all_opened = hashlib.sha256(b"content"), True
+    parts = map(digest_some, chunks) if is_small else thread_map(digest_some, chunks, _NUM_THREADS)
+    all_digests = list[bytes]()
     shown = total >= _PROGRESS_BAR_BYTES and is_local_main_process()
     with item_bar(total, label="hashing images", unit="B", shown=shown) as bar:
-        for chunk in contents:
-            for body, size in chunk:
-                digest.update(struct.pack("<qqq", size, len(body), next(labels)))
-                digest.update(body)
-                bar.update(len(body))
-                all_opened &= size >= 0  # a disk error may be temporary
-    if key and all_opened:
-        _write_cached(key, digest.hexdigest())
-    return digest.hexdigest(), signatures_F5
+        for digests, num_bytes in parts:
+            all_digests += digests
+            bar.update(num_bytes)
+    body = b"".join(all_digests)
+    if key and UNREADABLE_DIGEST not in all_digests:  # a disk error may be temporary
+        _write_cached(key, body)
+    return _as_rows(body)
 
 
-def try_read_bytes(images: EncodedImages, row: int) -> tuple[bytes, int]:
-    """Return an encoded image and its size in bytes, or b"" and -1 if it cannot be opened."""
-    try:
-        body = images.read_bytes(row)
-    except DataError:
-        return b"", -1
-    return body, len(body)
+def _as_rows(digests: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def _cache_key(origin: str, *arrays: NDArray[np.int64]) -> str:
-    """Return the cache key: a hash of everything that the fingerprint depends on."""
+    """Return the cache key: a hash of everything that the digests depend on."""
     key = hashlib.sha256()
     for body in (os.fsencode(origin), *(array.astype("<i8").tobytes() for array in arrays)):
         key.update(struct.pack("<q", len(body)) + body)
     return key.hexdigest()
 
 
-def _read_cached(key: str) -> str | None:
-    """Return the stored fingerprint; None if there is none, or it is damaged."""
+def _read_cached(key: str, num_images: int) -> bytes | None:
+    """Return the stored digests; None if there are none, or they are damaged."""
+    name, num_bytes = f"{key}.digests", num_images * DIGEST_BYTES
     try:
         with CacheFolder(cache_path("hashes")) as folder:
-            body = folder.read(f"{key}.fingerprint", max_bytes=128).decode("ascii")
-            folder.mark_used(f"{key}.fingerprint")
-        if body != _with_checksum(key, body[:64]):
+            body = folder.read(name, max_bytes=32 + num_bytes)
+            folder.mark_used(name)
+        digests = body[32:]
+        if len(digests) != num_bytes or body != _with_checksum(key, digests):
             raise ValueError("it is damaged")
-        return body[:64]
+        return digests
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -124,12 +131,12 @@ def _read_cached(key: str) -> str | None:
         return None
 
 
-def _write_cached(key: str, fingerprint: str) -> None:
-    name = f"{key}.fingerprint"
+def _write_cached(key: str, digests: bytes) -> None:
+    name = f"{key}.digests"
     try:
         with CacheFolder(cache_path("hashes")) as folder:
             with folder.write(name) as file:
-                file.write(_with_checksum(key, fingerprint).encode())
+                file.write(_with_checksum(key, digests))
             folder.evict(MAX_CACHE_BYTES, keep_name=name, pattern=_FILE_NAME)
     except OSError as error:
         warn_once(
@@ -137,6 +144,6 @@ def _write_cached(key: str, fingerprint: str) -> None:
         )
 
 
-def _with_checksum(key: str, fingerprint: str) -> str:
-    """Append a sha256 of key and fingerprint."""
-    return fingerprint + hashlib.sha256((key + fingerprint).encode()).hexdigest()
+def _with_checksum(key: str, digests: bytes) -> bytes:
+    """Prepend a sha256 of key and digests."""
+    return hashlib.sha256(key.encode() + digests).digest() + digests

@@ -119,13 +119,6 @@ def decode_with_cache(
                     table = _write_images(file, split, options)
                     write_pixel_table(file, table, key)
                     file.flush()
-                    # check the files first: one that is missing now is a change, too
-                    if not split.is_unchanged() or _is_any_readable(split, table.failed):
-                        raise DataError(
-                            f"split '{split.name}': its images changed while they were decoded; "
-                            "start again when no program writes to them",
-                            code="data.changed",
-                        )
                     decoded = _build_decoded_split(file, table, split, path / name)
                 folder.evict(MAX_CACHE_BYTES, keep_name=name, pattern=_FILE_NAME)
                 return decoded
@@ -185,6 +178,8 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
                 try:
                     pixels = split.decode(index)
                 except DataError as error:
+                    if error.code == "data.changed":
+                        raise
                     failed.append((index, str(error)))
                     continue
                 image = DecodedImage(pixels, zlib.crc32(pixels.data))
@@ -197,18 +192,6 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
     return PixelTable(
         np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(checksums, np.uint32), causes
     )
-
-
-def _is_any_readable(split: Split, failed: list[tuple[int, str]]) -> bool:
-    """Return True if one of the unreadable images can be decoded after all.
-
-    Its file or folder was missing for a while, which the stat signatures may not show.
-    """
-    for index, _ in failed:
-        with contextlib.suppress(DataError):
-            split.decode(index)
-            return True
-    return False
 
 
 def _open_cached(
@@ -251,14 +234,7 @@ def _build_decoded_split(
             )
             with contextlib.suppress(OSError), CacheFolder(path.parent) as folder:
                 folder.remove(path.name)
-        image = split.decode(index)
-        if image.shape[:2] != tuple(table.sizes[position]):
-            raise DataError(
-                f"{split.name_of(index)}: its size changed since it was decoded; images must not "
-                "change during a run; restore it and start again",
-                code="data.changed",
-            )
-        return image
+        return split.decode(index)
 
     images = DecodedImages(file, table, decode_again, is_in_memory=path is None)
     return DecodedSplit(images, indices)

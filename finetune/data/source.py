@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from finetune.data.encoded_images import EncodedImages
-from finetune.data.fingerprint import compute_fingerprint
+from finetune.data.fingerprint import compute_digests, compute_fingerprint
 from finetune.data.stat_signatures import are_settled
 from finetune.data.streaming.streamed_images import StreamedImages
+from finetune.errors import DataError
 
 __all__ = ["Source", "Split"]
 
@@ -69,7 +69,8 @@ class Split:
         Args:
             buffer: memory to decode into, see `decode_image`.
         Returns: (H, W, 3) uint8 RGB.
-        Raises: DataError naming the image.
+        Raises: DataError naming the image; with the code data.changed if its content is not that
+            of `digests`.
         """
         return self.images.decode(self._image_row(index), self.decode_size, buffer)
 
@@ -94,53 +95,52 @@ class Split:
         return np.arange(len(self)) if self.rows is None else self.rows
 
     @functools.cached_property
-    def _fingerprint_and_signatures(self) -> tuple[str, np.ndarray]:
-        return compute_fingerprint(self.images, self.image_rows, self._label_hashes)
+    def digests(self) -> np.ndarray:
+        """Digest of each image, (N, 16) uint8, see `compute_digests`; not for streamed images.
+
+        Once they are known, `decode` raises a DataError for an image whose content differs.
+        """
+        digests = compute_digests(self.images, self.image_rows)
+        self.images.record_digests(self.image_rows, digests)
+        return digests
+
+    def use_digests(self, digests: np.ndarray) -> None:
+        """Use the digests that another process has computed.
+
+        Raises: DataError if that process has another number of images.
+        """
+        if len(digests) != len(self):
+            raise DataError(
+                f"split '{self.name}': {len(self)} images here, but {len(digests)} on rank 0; give "
+                "all processes the same data",
+                code="data.changed",
+            )
+        vars(self)["digests"] = digests  # where cached_property looks for it
+        self.images.record_digests(self.image_rows, digests)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over each image's encoded bytes and label, in order, see `compute_fingerprint`.
+        """SHA-256 over the digest and the label of each image, in order.
 
-        For streamed images it covers the shards' ETags instead of the bytes.
+        For streamed images it covers the shards' ETags instead of the digests.
         """
         if isinstance(self.images, StreamedImages):
             return self.images.fingerprint(self.image_rows, self._label_hashes)
-        return self._fingerprint_and_signatures[0]
+        return compute_fingerprint(self.digests, self._label_hashes)
 
-    @functools.cached_property
-    def cache_key(self) -> str:
-        """Cache key of the split: a SHA-256 that changes whenever an image may have changed.
+    def cache_key(self) -> str | None:
+        """Return a SHA-256 that changes whenever an image may have changed.
 
         It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint
-        and the stat signatures of local shards. If a server sends no ETag, or if a local shard was
-        just written, the key is random and differs in each process.
+        and the stat signatures of local shards. None if changes could go unnoticed: a server sends
+        no ETag, or a local shard was just written.
         """
-        return self._compute_cache_key()
-
-    def _compute_cache_key(self) -> str:
         if not isinstance(self.images, StreamedImages):
             return self.fingerprint
         signatures = self.images.stat_signatures(self.image_rows)
-        nonce = b"" if are_settled(signatures) or not len(signatures) else os.urandom(16)
-        return hashlib.sha256(self.fingerprint.encode() + signatures.tobytes() + nonce).hexdigest()
-
-    def is_unchanged(self) -> bool:
-        """True if the images still match the fingerprint.
-
-        Reads the files again only if their stat signatures changed, or if a file was just written.
-        Streamed shards count as changed if they were just written, or if they are remote and have
-        no ETag.
-        """
-        if isinstance(self.images, StreamedImages):
-            return self._compute_cache_key() == self.cache_key
-        fingerprint, before = self._fingerprint_and_signatures
-        if are_settled(before) and np.array_equal(
-            self.images.stat_signatures(self.image_rows), before
-        ):
-            return True
-        return (
-            compute_fingerprint(self.images, self.image_rows, self._label_hashes)[0] == fingerprint
-        )
+        if len(signatures) and not are_settled(signatures):
+            return None
+        return hashlib.sha256(self.fingerprint.encode() + signatures.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,37 +9,49 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SETTLED_NS", "are_settled", "stat_signatures"]
+__all__ = ["SETTLED_NS", "are_settled", "is_settled", "stat_signature", "stat_signatures"]
 
 SETTLED_NS = 2 * 10**9
 _UNSETTLED = -1  # as device number: the file's next change might not change its times
+
+
+def stat_signature(file: int | bytes | str | os.PathLike[str]) -> tuple[int, int, int, int, int]:
+    """Return device, inode, size, mtime and ctime of a file; symlinks are followed.
+
+    Args:
+        file: a path or a file descriptor.
+    """
+    stat = os.stat(file)
+    device, inode = stat.st_dev % 2**63, stat.st_ino % 2**63
+    return device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def is_settled(signature: tuple[int, int, int, int, int]) -> bool:
+    """True if the file last changed more than two seconds ago.
+
+    Another change of a file that changed later might leave its times the same.
+    """
+    return max(signature[3:]) <= time.time_ns() - SETTLED_NS
 
 
 def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[np.int64]:
     """Return signatures that change with the content of files; call this before reading them.
 
     Args:
-        paths: paths of the files; symlinks are followed.
-    Returns: (F, 5) device, inode, size, mtime and ctime; zeros if stat fails. The device is -1 for
-        a file that changed within the last two seconds: another change might leave its times the
-        same.
+        paths: paths of the files.
+    Returns: (F, 5) `stat_signature`; zeros if stat fails. The device is -1 unless `is_settled`.
     """
-    settled_before_ns = time.time_ns() - SETTLED_NS
-    return np.array(
-        [_stat_signature(path, settled_before_ns) for path in paths], dtype=np.int64
-    ).reshape(-1, 5)
+    return np.array([_stat_signature(path) for path in paths], dtype=np.int64).reshape(-1, 5)
 
 
 def _stat_signature(
-    path: bytes | str | os.PathLike[str], settled_before_ns: int
+    path: bytes | str | os.PathLike[str],
 ) -> tuple[int, int, int, int, int]:
     try:
-        stat = os.stat(path)
+        signature = stat_signature(path)
     except (OSError, ValueError):
         return (0, 0, 0, 0, 0)
-    is_recent = max(stat.st_mtime_ns, stat.st_ctime_ns) > settled_before_ns
-    device = _UNSETTLED if is_recent else stat.st_dev % 2**63
-    return device, stat.st_ino % 2**63, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return signature if is_settled(signature) else (_UNSETTLED, *signature[1:])
 
 
 def are_settled(signatures_F5: NDArray[np.int64]) -> bool:

@@ -35,7 +35,6 @@ from finetune.evaluation.feature_cache import (
     read_cached_features,
     write_cached_features,
 )
-from finetune.log import logger
 from finetune.models.features import compute_pre_logits, linear_classifier_names
 from finetune.models.save import TRAINING_ONLY_ARGS, BuiltModel
 from finetune.precision import accelerator_precision
@@ -154,10 +153,11 @@ def load_or_compute_features(
         features that are not finite.
     """
     started = time.perf_counter()
-    key, values, folder = "", None, cache_path("features")
+    key, values, folder = None, None, cache_path("features")
     if accelerator.is_main_process:
         key = _cache_key(split, identity, data_config, accelerator, extract)
-        values = read_cached_features(folder, key, num_images=len(split))
+        if key is not None:
+            values = read_cached_features(folder, key, num_images=len(split))
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
     is_cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
     if not is_cached:
@@ -170,14 +170,8 @@ def load_or_compute_features(
             extract=extract,
             timeout_seconds=timeout_seconds,
         )
-        if values is not None:
-            if split.is_unchanged():
-                write_cached_features(folder, key, values)
-            else:
-                logger.warning(
-                    f"split '{split.name}': its images changed during the computation, so the "
-                    "features are not kept"
-                )
+        if values is not None and key is not None:
+            write_cached_features(folder, key, values)
     if on_all_ranks and accelerator.num_processes > 1:
         values = _broadcast_features(values, key, len(split), accelerator)
     if values is None:
@@ -194,11 +188,16 @@ def _cache_key(
     section: DataSection,
     accelerator: Accelerator,
     extract: FeatureExtractor,
-) -> str:
-    """Return the cache key: a hash of everything that a split's features depend on."""
+) -> str | None:
+    """Return the cache key: a hash of everything that a split's features depend on.
+
+    Returns: None if changes of the images could go unnoticed.
+    """
+    if (images_key := split.cache_key()) is None:
+        return None
     # a run that stops at unreadable images must not use a file that excludes them
     data = {
-        "data": split.cache_key,
+        "data": images_key,
         "decode_size": split.decode_size,
         "unreadable": section.unreadable,
     }
@@ -307,7 +306,10 @@ def compute_features(
 
 
 def _broadcast_features(
-    values_ND: NDArray[np.float32] | None, key: str, num_images: int, accelerator: Accelerator
+    values_ND: NDArray[np.float32] | None,
+    key: str | None,
+    num_images: int,
+    accelerator: Accelerator,
 ) -> NDArray[np.float32]:
     """Share rank 0's features: by its cache file if every rank can read it, else by broadcast."""
     device, is_main = accelerator.device, accelerator.is_main_process

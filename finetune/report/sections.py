@@ -358,6 +358,7 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("Teacher", f"{distill.teacher}, {teacher_note}"))
         rows.append(("Teacher sha256", record.get("teacher", {}).get("sha256")))
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
+    rows.append(("Leakage", "; ".join(record.get("leakage", ()))))
     rows.append(("Command", " ".join(record.get("argv", ()))))
     versions = record.get("versions", {})
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))

@@ -71,6 +71,7 @@ class RunRecord(TypedDict, total=False):
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
+    leakage: list[str]  # result of `find_train_leakage`
     weights_sha256: str | None  # sha256 of the weights file that training started from
     model_sha256: str  # sha256 of the weights in model/
     teacher: TeacherRecord  # only with `distill`

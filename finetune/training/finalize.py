@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,8 +99,7 @@ def finalize_run(
     # Evaluate the test split, once.
     test = splits.get("test")
     if test is not None:
-        # Copy the split without its cached fingerprint: a user may have repaired images meanwhile.
-        test_loader = trainer.build_loader(dataclasses.replace(test), train=False)
+        test_loader = trainer.build_loader(test, train=False)
         evaluator = Evaluator(
             test_loader,
             accelerator,
@@ -120,7 +118,8 @@ def finalize_run(
         results["train"] = train_lines[-1] if train_lines else {}
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
         results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
-        results["warnings"] = check_results(setup, results, history)
+        leakage = read_record(run).get("leakage", [])
+        results["warnings"] = [*leakage, *check_results(setup, results, history)]
         run.write_json("results.json", results)
         rewrite_artifacts(run, repository=trainer.recipe.run.push_to)
         write_training_images(run, setup, train_loader.store, autocast_dtype(accelerator))

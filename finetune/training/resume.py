@@ -26,11 +26,10 @@ from finetune.training.setup import TrainingSetup
 
 __all__ = ["check_no_existing_run", "record_plan", "start_or_resume"]
 
+_DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
+
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
-
-# Fingerprints of the data that affect training.
-_TRAINING_FINGERPRINTS = ("train", "val", "classes")
 
 
 def start_or_resume(
@@ -66,7 +65,8 @@ def start_or_resume(
     if not run.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
         record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        for line in find_train_leakage(setup.source):
+        record["leakage"] = find_train_leakage(setup.source)
+        for line in record["leakage"]:
             logger.warning(line)
     elif not record:
         raise CheckpointError(
@@ -153,11 +153,19 @@ def _check_same_run(
         for key in old[section] | new[section]
         if old[section].get(key) != new[section].get(key)
     }
-    # The test split is excluded: users may repair its images until it is evaluated.
     recorded = record.get("split_fingerprints", {})
-    changed_splits = [
-        name for name in _TRAINING_FINGERPRINTS if recorded.get(name) != fingerprints.get(name)
-    ]
+    changed_splits = {
+        name
+        for name in recorded.keys() | fingerprints.keys()
+        if recorded.get(name) != fingerprints.get(name)
+    }
+    # A run that fails with model/ has read the test split last: its images may be repaired.
+    if changed_splits == {"test"} and run.has_model() and record.get("status") == _DATA_FAILED:
+        logger.warning(
+            f"{setup.recipe.data.source}: the test split has changed since the run started; it is "
+            "evaluated as it is now"
+        )
+        changed_splits = set()
     # Fingerprints of streamed shards do not cover the content of the images.
     if not changed_splits and not setup.source.splits["train"].is_streamed:
         differences.pop("data.source", None)  # same images in another place
@@ -186,7 +194,7 @@ def _check_same_run(
     if changed_splits:
         raise DataError(
             f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
-            "(an image, label or class was added, removed or changed); restore it, then "
+            f"(an image, label or class in {', '.join(sorted(changed_splits))}); restore it, then "
             f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="data.changed",
         )

@@ -240,7 +240,8 @@ def _dry_run(trainer: TrainerState) -> dict[str, Any]:
 def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, AnyLoader | None]:
     """Load the checkpoint to resume from, decode the data, and log what will be trained.
 
-    Afterwards, `trainer.setup` counts only readable training images.
+    Every rank then decodes only the content that rank 0 has fingerprinted. Afterwards,
+    `trainer.setup` counts only readable training images.
 
     Args:
         start_step: step of the checkpoint; 0 to start from scratch.
@@ -248,6 +249,10 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
         validation split.
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
+    in_files = [split for split in splits.values() if not split.is_streamed]
+    digests = run_on_main(accelerator, lambda: [split.digests for split in in_files])
+    for split, split_digests in zip(in_files, digests, strict=True):
+        split.use_digests(split_digests)
     if start_step:  # before the data: cached features need the weights
         trainer.load_checkpoint(start_step)
     train_loader = trainer.build_train_loader()

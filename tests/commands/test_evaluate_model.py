@@ -98,10 +98,15 @@ def test_falls_back_to_validation_without_a_test_split(
     evaluated = evaluate_model(str(tmp_path / "run"))
     assert evaluated["split"] == "val"
     assert evaluated["confusion"] == results["val"]["confusion"]
+    assert not evaluated["data_changed"]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no test split" in line]
     assert f"folder:{photos}" in line
     assert "the val split, 10 images" in line
     assert "too few images" in format_evaluation(evaluated)
+    for path in photos.rglob("*.png"):
+        path.write_bytes(path.read_bytes() + b"\0")
+    assert evaluate_model(str(tmp_path / "run"))["data_changed"]
+    capsys.readouterr()
     with refused("data.no_split", f"folder:{photos}", "'test'"):
         evaluate_model(str(tmp_path / "run"), split="test")
     evaluate_model(str(out))

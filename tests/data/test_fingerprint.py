@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_runs import run_in_child
+from refusals import refused
 from small_datasets import random_png, write_file, write_image_folder, write_parquet
 
 from finetune.data import fingerprint as fingerprint_module
+from finetune.data import recorded_digests
 from finetune.data import stat_signatures as signatures_module
 from finetune.data.encoded_images import FileImages, TableImages
 from finetune.data.open_source import open_source
@@ -55,11 +58,10 @@ def open_train(source: str) -> Split:
 
 def test_hashes_the_content_and_labels_in_order(tmp_path: Path) -> None:
     split = open_train(write_image_folder(tmp_path, {"a": 3, "b": 2}))
-    digest = hashlib.sha256(b"content")
-    for number, label in enumerate([0, 0, 0, 1, 1]):
-        body = random_png(number)
-        digest.update(struct.pack("<qqq", len(body), len(body), label) + body)
-    assert split.fingerprint == digest.hexdigest()
+    digests = b"".join(hashlib.sha256(random_png(number)).digest()[:16] for number in range(5))
+    labels = struct.pack("<5q", 0, 0, 0, 1, 1)
+    assert split.digests.tobytes() == digests
+    assert split.fingerprint == hashlib.sha256(b"images" + digests + labels).hexdigest()
 
 
 def test_does_not_read_an_unchanged_file_again(tmp_path: Path, rows_read: list[int]) -> None:
@@ -222,20 +224,79 @@ def test_folder_name_that_is_not_utf_8(tmp_path: Path) -> None:
     assert len(open_train(write_image_folder(folder, {"a": 2, "b": 2})).fingerprint) == 64
 
 
-def test_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- reading after the fingerprint ----------------------------------------------------------------
+
+
+def swap_folders(path: Path) -> None:
+    """Swap the class folders; no file is touched."""
+    top, held = path.parent.parent, path.parent.parent / "held"
+    (top / "a").rename(held)
+    (top / "b").rename(top / "a")
+    held.rename(top / "b")
+
+
+CHANGES = [
+    reverse_content_keep_times,
+    replace_with_another_file,
+    recreate_file,
+    replace_with_a_symlink,
+    swap_folders,
+    Path.unlink,
+]
+
+
+def open_paths_in_parquet(root: Path) -> Split:
+    rows = [{"bytes": None, "path": f"{name}/{n}.png"} for name in "ab" for n in range(3)]
+    return open_train(f"parquet:{write_parquet(root / 'set/t.parquet', [0, 1] * 3, images=rows)}")
+
+
+@pytest.mark.parametrize("kind", ["files", "paths in a table"])
+@pytest.mark.parametrize("read_before", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_decodes_only_the_content_of_the_fingerprint(
+    tmp_path: Path, kind: str, read_before: bool, change: Callable[[Path], None]
+) -> None:
     source = write_image_folder(tmp_path / "set", {"a": 3, "b": 3})
-    split = open_train(source)
-    assert split.is_unchanged()
-    reverse_content_keep_times(tmp_path / "set/a/1.png")
-    assert not split.is_unchanged()
-    reverse_content_keep_times(tmp_path / "set/a/1.png")
-    assert split.is_unchanged(), "the content is what it was"
-    # timestamps alone prove nothing
-    monkeypatch.setattr(signatures_module, "SETTLED_NS", 2 * 10**9)
-    split = open_train(source)
-    assert split.is_unchanged()
-    monkeypatch.setattr(signatures_module, "_stat_signature", lambda path, latest: (1, 2, 3, 4, 5))
-    assert split.is_unchanged()
+    split = open_train(source) if kind == "files" else open_paths_in_parquet(tmp_path)
+    assert len(split.fingerprint) == 64
+    subset = split.subset(np.array([1, 4]))
+    if read_before:
+        subset.decode(0)
+    change(tmp_path / "set/a/1.png")
+    with refused("data.changed", "a/1.png"):
+        subset.decode(0)
+
+
+def test_decodes_touched_files_and_refuses_files_that_appear(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "set", {"a": 3, "b": 3})
+    split, path = open_train(source), tmp_path / "set/a/1.png"
+    path.rename(tmp_path / "hidden")
+    assert len(split.fingerprint) == 64
+    with refused("data.not_found", "a/1.png"):
+        split.decode(1)
+    (tmp_path / "hidden").rename(path)
+    with refused("data.changed", "a/1.png"):
+        split.decode(1)
+    again, pixels = open_train(source), split.decode(0)
+    assert again.fingerprint != split.fingerprint
+    for change in (Path.touch, lambda path: path.chmod(0o600)):
+        change(path)
+        assert np.array_equal(again.decode(1), open_train(source).decode(1))
+    assert np.array_equal(again.decode(0), pixels)
+
+
+def test_other_processes_do_not_compare_the_content_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = open_train(write_image_folder(tmp_path / "set", {"a": 3, "b": 3}))
+    split.use_digests(split.digests.copy())
+    assert run_in_child(lambda: split.decode(1)).exit_code == 0  # a worker of the first epoch
+    monkeypatch.setattr(recorded_digests, "image_digest", lambda body: b"other")
+    split.decode(1)
+    with refused("data.changed"):
+        split.decode(2)
+    with refused("data.changed", "6 images", "5 on rank 0"):
+        split.use_digests(split.digests[:5])
 
 
 def test_a_change_within_a_streamed_file_changes_the_cache_key(tmp_path: Path) -> None:
@@ -245,8 +306,8 @@ def test_a_change_within_a_streamed_file_changes_the_cache_key(tmp_path: Path) -
         return open_source(f"parquet:{tmp_path}/set", streaming=True).splits["train"]
 
     first = open_streamed()
-    assert first.cache_key == open_streamed().cache_key
-    assert first.is_unchanged()
+    key = first.cache_key()
+    assert key == open_streamed().cache_key() is not None
     body, state = bytearray(path.read_bytes()), path.stat()
     body[100] ^= 1
     path.write_bytes(body)
@@ -254,8 +315,9 @@ def test_a_change_within_a_streamed_file_changes_the_cache_key(tmp_path: Path) -
     assert open_streamed().fingerprint == first.fingerprint, (
         "the fingerprint covers only the footer"
     )
-    assert open_streamed().cache_key != first.cache_key
-    assert not first.is_unchanged()
+    assert open_streamed().cache_key() != key
+    with refused("data.changed", "a.parquet"):
+        first.decode(0)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +331,7 @@ def test_a_change_within_a_streamed_file_changes_the_cache_key(tmp_path: Path) -
         lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
         lambda path: path.chmod(0o666),
     ],
-    ids=["checksum", "fingerprint", "empty", "long", "binary", "pipe", "open to all"],
+    ids=["checksum", "digest", "empty", "long", "binary", "pipe", "open to all"],
 )
 def test_rehashes_if_the_stored_fingerprint_is_damaged(
     tmp_path: Path,

@@ -214,7 +214,7 @@ class TestLocalFile:
             os.utime(path, ns=(stat_before.st_atime_ns, stat_before.st_mtime_ns + 1))
             assert_refused(file, "data.changed", path)
         path.unlink()
-        assert_refused(file, "data.not_found", path)
+        assert_refused(file, "data.changed", path)
 
     @pytest.mark.parametrize("is_replaced", [False, True])
     def test_detects_a_change_that_keeps_size_and_mtime(

@@ -92,6 +92,14 @@ def test_finds_training_images_in_the_evaluation_splits(tmp_path: Path) -> None:
     assert find_train_leakage(open_source(source)) == []
 
 
+def test_finds_training_images_in_tables(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", [0, 1] * 3)
+    write_parquet(tmp_path / "test.parquet", [0, 1])
+    (leak,) = find_train_leakage(open_source(f"parquet:{tmp_path}"))
+    assert "2 of 2" in leak
+    assert find_train_leakage(open_source(f"parquet:{tmp_path}", streaming=True)) == []
+
+
 def test_rejects_a_source_without_train(tmp_path: Path) -> None:
     source = open_source(write_image_folder(tmp_path, {"test/a": 1, "test/b": 2}))
     with refused("data.no_split"):

@@ -8,7 +8,6 @@ then fails. What a module refuses in detail is tested beside it: `test_cache`, `
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from finetune.data import (
     pixel_cache,
     pixel_file,
     pixel_store,
+    recorded_digests,
     stat_signatures,
 )
 from finetune.data.open_source import open_source
@@ -348,12 +348,12 @@ def test_changed_images_are_not_read_from_the_cache(
     fault(FAULT, PROMISE)
 
 
-def fingerprint_of_names_and_sizes(images: Any, rows: Any, labels: Any) -> Any:
-    """Compute a fingerprint of names and sizes only."""
-    sizes = images.encoded_sizes()[rows]
-    names = [images.name_of(row) for row in rows.tolist()]
-    text = repr((names, sizes.tolist(), labels.tolist()))
-    return hashlib.sha256(text.encode()).hexdigest(), images.stat_signatures(rows)
+def digests_of_names_and_sizes(images: Any, rows: Any) -> Any:
+    """Compute digests of names and sizes only."""
+    sizes = images.encoded_sizes()
+    texts = (f"{images.name_of(row)} {sizes[row]}" for row in rows.tolist())
+    body = b"".join(recorded_digests.image_digest(text.encode()) for text in texts)
+    return np.frombuffer(body, dtype=np.uint8).reshape(len(rows), -1)
 
 
 def test_a_fingerprint_of_names_and_sizes_misses_changes(
@@ -361,7 +361,9 @@ def test_a_fingerprint_of_names_and_sizes_misses_changes(
 ) -> None:
     """The control: with a fingerprint that ignores the content, the run uses stale pixels."""
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.data.source.compute_fingerprint", fingerprint_of_names_and_sizes)
+        patch.setattr("finetune.data.source.compute_digests", digests_of_names_and_sizes)
+        assert case.run().exit_code == 3, "each image is compared with its digest"
+        patch.setattr(recorded_digests.RecordedDigests, "record", lambda *_: None)
         before = case.train_losses()
         rewrite_all_images(case)
         assert case.train_losses() == before != case.losses_with_empty_cache()

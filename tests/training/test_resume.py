@@ -108,6 +108,27 @@ def test_resume_refuses_other_pretrained_weights_under_the_same_name(
     assert read_record(run)["weights_sha256"] == first
 
 
+def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
+    run: RunDir, tmp_path: Path
+) -> None:
+    counts = {"train/a": 12, "train/b": 12, "test/a": 2, "test/b": 2}
+    overrides = [f"data.source={write_image_folder(tmp_path / 'set', counts)}"]
+    overrides += ["data.val_fraction=0.2", "data.batch_size=4"]
+    start(run, make_setup(*overrides))
+    save(run, 2)
+    (tmp_path / "set/test/a/1.png").rename(tmp_path / "set/test/b/9.png")
+    with refused("data.changed", "test"):
+        start(run, make_setup(*overrides), resume=True)
+    for name in ("config.json", "model.safetensors"):
+        (run.model_folder / name).parent.mkdir(exist_ok=True)
+        (run.model_folder / name).touch()
+    with refused("data.changed", "test"):
+        start(run, make_setup(*overrides), resume=True)
+    write_record(run, {**read_record(run), "status": "failed (3)"})
+    assert start(run, make_setup(*overrides), resume=True) == 2
+    assert read_record(run)["split_fingerprints"] == make_setup(*overrides).fingerprints()
+
+
 def test_resume_refuses_shards_from_another_server(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

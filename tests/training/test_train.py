@@ -366,6 +366,42 @@ def test_unreadable_test_image_loses_only_the_test_metrics(
     assert read_weights(out) == trained
 
 
+def test_images_that_change_during_a_run_stop_it(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=8"]
+    recipe = tiny_recipe(*overrides, "data.keep=none", "data.workers=0")
+    train(recipe, tmp_path / "whole")
+    step, red, blue = (
+        TrainerState.train_step,
+        *(image_folder / "train" / c for c in ("red", "blue")),
+    )
+
+    def swap() -> None:
+        for number in range(8):
+            images = red / f"red-{number}.png", blue / f"blue-{number}.png"
+            contents = [image.read_bytes() for image in images]
+            for image, content in zip(images, contents[::-1], strict=True):
+                state = image.stat()
+                image.write_bytes(content)
+                os.utime(image, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    def swap_and_step(self: TrainerState, *args: Any) -> None:
+        step(self, *args)
+        if self.counters.step == 5:
+            swap()
+
+    monkeypatch.setattr(TrainerState, "train_step", swap_and_step)
+    with refused("data.changed", "train/", ".png"):
+        train(recipe, tmp_path / "run")
+    with refused("data.changed", "train"):
+        train(recipe, tmp_path / "run", resume=True)
+    monkeypatch.undo()
+    swap()
+    train(recipe, tmp_path / "run", resume=True)
+    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
+
+
 def test_transform_with_the_wrong_output_size_is_refused_before_training(tmp_path: Path) -> None:
     for key in ("train", "eval"):
         with refused("recipe.wrong_size", f"data.{key}", "8x8", "16x16"):

@@ -52,6 +52,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # bytes of a URL do not change. This dict has no lock: a lock that another thread holds during a
 # fork is never released.
 store_urls: dict[str, str] = {}
+_RESTORE_HINT = "restore it and start again (files must not change during a run)"
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,23 @@ class LocalFile:
         return ""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read `length` bytes from `offset`. Raises: DataError if unreadable or changed."""
-        with _open_local(self.path) as stream:
-            stream.seek(offset)
-            part = stream.read(length)
-            stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
+        """Read `length` bytes from `offset`.
+
+        Raises: DataError if the file is unreadable, or has changed or gone since it was opened.
+        """
+        try:
+            with _open_local(self.path) as stream:
+                stream.seek(offset)
+                part = stream.read(length)
+                stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
+        except DataError as error:
+            if error.code == "data.not_found":  # even for a moment; it could be opened before
+                raise DataError(f"{error}; {_RESTORE_HINT}", code="data.changed") from None
+            raise
         current = LocalFile(self.path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         if current != self or len(part) != length:
             raise DataError(
-                f"{self.path}: has changed since it was opened; restore it and start again (files "
-                "must not change during a run)",
+                f"{self.path}: has changed since it was opened; {_RESTORE_HINT}",
                 code="data.changed",
             )
         return part

@@ -95,7 +95,7 @@ def find_columns_by_name(
         multilabel: allow several label columns of 0 and 1. If none is requested and no column has a
             usual label name, all columns except the image column and "split" are label columns.
     Returns: the name of the image column, and the names of the label columns.
-    Raises: DataError if a column is missing.
+    Raises: DataError if a column is missing, or if two could be meant that differ only in case.
     """
     image_column = _find_column(
         "image_column", image, usual_image_names, typed_image_columns, columns
@@ -125,8 +125,9 @@ def _find_column(
                 code="data.no_column",
             )
         return requested
-    by_name = {name.lower(): name for name in reversed(columns)}
-    candidates = [by_name[name] for name in usual_names if name in by_name] or typed_columns
+    candidates = [
+        name for usual_name in usual_names for name in columns if name.lower() == usual_name
+    ] or typed_columns
     if not candidates:
         indicators = ", set data.task=multilabel for columns of 0 and 1"
         raise DataError(
@@ -135,7 +136,15 @@ def _find_column(
             f"of: {known}",
             code="data.no_column",
         )
-    return candidates[0]
+    first = candidates[0]
+    for other in candidates[1:]:
+        if other != first and other.lower() == first.lower():
+            raise DataError(
+                f"data.{recipe_key}: not set, and the columns {first!r} and {other!r} differ only "
+                "in case; set the key to one of them",
+                code="data.ambiguous",
+            )
+    return first
 
 
 def declared_class_names(schema: pa.Schema, label: str) -> list[str] | None:

@@ -310,7 +310,11 @@ def _find_columns(
         )
     except DataError as error:
         raise _line_error(file, 1, str(error), error.code) from None
-    split_column = next((name for name in header if name.lower() == "split"), None)
+    split_columns = sorted({name for name in header if name.lower() == "split"})
+    if len(split_columns) > 1:
+        message = f"the columns {' and '.join(map(repr, split_columns))} differ only in case"
+        raise _line_error(file, 1, f"{message}; rename one", "data.ambiguous")
+    split_column = next(iter(split_columns), None)
     for name in (image_column, *label_columns, split_column):
         if name is not None and header.count(name) > 1:
             message = f"two columns are named {name!r}; rename one"

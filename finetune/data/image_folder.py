@@ -214,6 +214,13 @@ def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
             f"on them: {train_command(table)}",
             code="data.no_labels",
         )
+    shown_names = Counter(map(printable_path, class_folders))
+    if repeated := [name for name, count in shown_names.items() if count > 1]:
+        raise DataError(
+            f"{source}: two class folders are shown as {repeated[0]!r}, because one name is not "
+            "UTF-8 and the other contains a backslash; rename or merge them",
+            code="data.duplicate_class",
+        )
     for csv_file in filter(None, {*csv_files.values(), table}):
         named = ", ".join(sorted(class_folders)[:3])
         warn_once(

@@ -67,7 +67,10 @@ def read_tar(
         )
     files = _find_shards(path)
     splits = group_by_split(files, _shard_path, f"tar:{path}", whole_name=True)
-    shards = index_shards([file for group in splits.values() for file in group], image, label)
+    shards = _padded_integers_as_names(
+        f"tar:{path}",
+        index_shards([file for group in splits.values() for file in group], image, label),
+    )
     indexes = iter(shards)
     by_split = {
         split: list(itertools.islice(indexes, len(group))) for split, group in splits.items()
@@ -92,6 +95,38 @@ def read_tar(
     images = {split: build_images(by_split[split]) for split in encoded}
     description = f"{pluralize(len(files), 'tar shard')}{', streamed' * is_streamed}"
     return LabeledSplits(images, encoded, class_names, description)
+
+
+def _padded_integers_as_names(source: str, shards: list[TarShard]) -> list[TarShard]:
+    """If a label is an integer with leading zeros, such as 01, make all integers class names.
+
+    Raises: DataError if two labels are the same integer.
+    """
+    labels = (label for shard in shards for label in shard.labels)
+    values = {
+        value for label in labels for value in (label if isinstance(label, list) else [label])
+    }
+    integers = sorted(text for text in map(str, values) if re.fullmatch("[+-]?[0-9]+", text))
+    if all(str(int(text)) == text for text in integers):
+        return shards
+    text_of: dict[int, str] = {}
+    for text in integers:
+        if text_of.setdefault(int(text), text) != text:
+            raise DataError(
+                f"{source}: the labels {text_of[int(text)]!r} and {text!r} are the same number; "
+                "write them in the same way",
+                code="data.duplicate_class",
+            )
+    return [
+        replace(
+            shard,
+            labels=[
+                [*map(str, label)] if isinstance(label, list) else str(label)
+                for label in shard.labels
+            ],
+        )
+        for shard in shards
+    ]
 
 
 def _collect_labels(split: str, shards: Sequence[TarShard], *, multilabel: bool) -> pa.ChunkedArray:

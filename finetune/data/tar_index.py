@@ -46,7 +46,7 @@ __all__ = ["RawLabel", "TarShard", "index_shards"]
 
 GROUP_BYTES = 2**22  # bytes of a shard per row group; a row group is read with one request
 MAX_CACHE_BYTES = 2**32
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _INDEX_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tarindex")
 _MAX_HEADER_BYTES = 2**16  # limit for an extended header; real ones are shorter
 _MAX_LABEL_BYTES = 2**20
@@ -418,8 +418,8 @@ def _add_to_sample(
 
 
 def _parse_label(file: ShardFile, name: str, body: bytes) -> int | str:
-    """Parse a text label: an integer or a class name."""
-    if re.fullmatch(rb"[+-]?\d{1,18}", body):
+    """Parse a text label: a class name, or an integer unless it is written with leading zeros."""
+    if re.fullmatch(rb"0|-?[1-9]\d{0,17}", body):
         return int(body)
     try:
         text = body.decode()

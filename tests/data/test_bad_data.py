@@ -266,6 +266,12 @@ CSV_FILES = {
     "two split columns": csv_lines(
         "data.ambiguous", "'split'", "path,label,split,split", "1.png,a,train,test"
     ),
+    "label columns that differ in case": csv_lines(
+        "data.ambiguous", "'Label'", "path,Label,label", "1.png,a,b"
+    ),
+    "split columns that differ in case": csv_lines(
+        "data.ambiguous", "'Split'", "path,label,split,Split", "1.png,a,train,test"
+    ),
     "a missing label": csv_lines("data.no_labels", "line 3", CSV_HEADER, "1.png,a", "2.png, "),
     "a missing path": csv_lines("data.no_image", "line 2", CSV_HEADER, ",a"),
     "a missing file": csv_lines("data.not_found", "line 3", CSV_HEADER, "1.png,a", "3.png,b"),

@@ -44,6 +44,9 @@ def test_unusual_file_names(tmp_path: Path) -> None:
     assert np.array_equal(train.decode(2), decode_image(random_png(7)))
     assert train.name_of(2) == "na\\xefve/\\xff.png"
     assert len(train.fingerprint) == 64
+    write_file(tmp_path / "na\\xefve" / "0.png", random_png(8))
+    with refused("data.duplicate_class", source, "xefve"):
+        open_source(source)
 
 
 def test_table_rows_may_name_files_or_lack_images(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def json_bytes(**fields: Any) -> bytes:
     [
         ([("a.cls", b"cat\n"), ("b.cls", b" dog")], {}, ["cat", "dog"]),
         ([("a.cls", b"10"), ("b.cls", b"9")], {}, ["9", "10"]),
+        ([("a.cls", b"01"), ("b.cls", b"10")], {}, ["01", "10"]),
         ([("a.json", json_bytes(label=3)), ("b.json", json_bytes(label=4))], {}, ["3", "4"]),
         ([("a.json", json_bytes(cls="x")), ("b.json", json_bytes(cls="y"))], {}, ["x", "y"]),
         # cls takes precedence over json, in any order
@@ -158,6 +159,14 @@ def test_reads_labels_from_cls_json_and_text(
     assert source.class_names == names
     assert sorted(source.splits["train"].labels.tolist()) == [0, 1]
     assert read_all_bytes(source) == [random_png(1), random_png(2)]
+
+
+def test_refuses_two_spellings_of_one_integer(tmp_path: Path) -> None:
+    for name, label in (("train-0", b"1"), ("train-1", b"01")):
+        members = [("a.cls", label), ("b.cls", b"2")]
+        write_file(tmp_path / f"{name}.tar", tar_bytes([*TWO_IMAGES, *members]))
+    with refused("data.duplicate_class", "'01'", "'1'"):
+        open_source(f"tar:{tmp_path}")
 
 
 def test_reads_names_of_every_tar_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hub_fixtures import hub, sleep_durations
+from hub_server import HubServer
 from networks import save_random_network
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from finetune.models.build import build_model
 from finetune.models.weights.checksums import verify_model_folder
+
+__all__ = ["hub", "sleep_durations"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +103,22 @@ def test_whole_model_of_another_run_is_refused_once_the_run_is_done(
         with refused("weights.damaged", name):
             build_model(str(name))
     edit_config(folder, checksums=None)
-    with refused("weights.damaged", "model.safetensors"):
+    with refused("weights.damaged", folder):
         build_model(str(folder))
     # a run that is extended has not recorded its new model yet
     (folder.parent / "run.json").write_text(json.dumps({**record, "status": "running"}))
     build_model(str(folder.parent))
+
+
+def test_hub_repository_with_weights_of_another_model(
+    hub: HubServer, originals: list[Path]
+) -> None:
+    files = [{path.name: path.read_bytes() for path in each.iterdir()} for each in originals]
+    hub.add_repo("zoo/net", files[0])
+    build_model("hf-hub:zoo/net")
+    hub.add_repo("zoo/mixed", {**files[0], "model.safetensors": files[1]["model.safetensors"]})
+    with refused("weights.damaged", "hf-hub:zoo/mixed"):
+        build_model("hf-hub:zoo/mixed")
 
 
 def test_layout_of_the_json_and_other_files_may_change(folder: Path) -> None:

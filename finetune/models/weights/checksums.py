@@ -52,7 +52,7 @@ def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
     Args:
         folder: the model folder.
         source: name of the model as the user gave it, for messages.
-    Returns: {file name: sha256}; empty if neither config.json nor run.json has checksums.
+    Returns: {file name: sha256}; empty if config.json has no checksums.
     Raises: WeightsError if config.json was changed, or if the folder is the model/ of a finished
         run, but has other weights than the run.
     """
@@ -62,14 +62,15 @@ def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
     if stored is not None and files.pop("config.json", None) != _config_sha256(content, files):
         raise WeightsError(
             f"{source}: config.json was changed after it was written (its sha256 differs); "
-            f"{_ADVICE}; if you edited it yourself, remove its entry 'checksums'",
+            f"{_ADVICE}; to edit it yourself, copy the folder and remove its entry 'checksums'",
             code="weights.damaged",
         )
     recorded = _weights_sha256_of_run(folder)
-    if recorded is not None and files.setdefault(WEIGHTS_FILE, recorded) != recorded:
+    if recorded not in (None, files.get(WEIGHTS_FILE)):
         raise WeightsError(
-            f"{source}: model/ is not the one that this run wrote (run.json has the sha256 "
-            f"{recorded}); {_ADVICE}",
+            f"{source}: model/ is not the one that this run wrote (the sha256 of "
+            f"{WEIGHTS_FILE} is {recorded} in run.json, {files.get(WEIGHTS_FILE)} in config.json); "
+            f"{_ADVICE}",
             code="weights.damaged",
         )
     return files

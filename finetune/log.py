@@ -22,6 +22,7 @@ from finetune.ranks import is_main_process
 __all__ = [
     "collect_warnings",
     "logger",
+    "only_warnings",
     "print_messages",
     "quiet",
     "redact_record",
@@ -85,6 +86,20 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def only_warnings() -> Iterator[None]:
+    """Log warnings and errors only inside the block; progress bars are shown."""
+
+    def is_warning(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    logger.addFilter(is_warning)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_warning)
 
 
 def warn_once(message: str, *, key: str | None = None) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 __all__ = [
@@ -18,11 +19,18 @@ __all__ = [
     "freeze_imports",
     "handle_interrupts",
     "resume_garbage_collection",
+    "seconds_since_start",
     "skip_interpreter_teardown",
     "stop_signals",
 ]
 
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+_started_at = time.perf_counter()  # the command line imports this module first
+
+
+def seconds_since_start() -> float:
+    """Return the seconds since this process started, or imported this module."""
+    return time.perf_counter() - _started_at
 
 
 def die_with_parent() -> None:

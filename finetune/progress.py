@@ -17,12 +17,14 @@ __all__ = ["item_bar", "step_bar", "step_postfix"]
 LINE_SECONDS = 60.0  # between two lines of progress in a file
 
 
-def step_bar(*, total: int, start: int, shown: bool) -> tqdm[Any]:
+def step_bar(
+    *, total: int, start: int = 0, label: str | None = None, shown: bool = True
+) -> tqdm[Any]:
     """Create the progress bar of a training loop.
 
     When stderr is redirected to a file, the final state is always written.
     """
-    return _bar(_Lines, total, initial=start, unit="step", shown=shown)
+    return _bar(_Lines, total, desc=label and f"{label}: ", initial=start, unit="step", shown=shown)
 
 
 def step_postfix(line: Mapping[str, Any]) -> dict[str, str]:

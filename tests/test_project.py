@@ -36,6 +36,7 @@ BROUGHT_ALONG = {
     "PIL": "torchvision",
     "pyarrow": "datasets",
     "scipy": "scikit-learn",
+    "threadpoolctl": "scikit-learn",
     "pydantic_core": "pydantic",
     "typing_extensions": "pydantic",
     "jinja2": "torch",
@@ -281,8 +282,6 @@ PRIVATE_NAMES = {
     # namedtuples: their methods have underscores to leave the names of fields free
     "first_row._replace": "documented by Python",
     "row._replace": "documented by Python",
-    "strategy._replace": "documented by Python",
-    "candidate._replace": "documented by Python",
     # operators, whose names begin with an underscore in the registry
     "torch.ops.mkldnn._linear_pointwise": "half the time of nn.Linear on a 2024 EPYC",
     "torch._softmax_backward_data": "2.8 times as fast as the formula in bf16",

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["default_run_name", "start", "train"]
 
+_download_option = click.option(
+    "--download", is_flag=True, help="Also compare better weights from the Hub, if it has any."
+)
+
 
 @command("train", example="finetune train recipes/quickstart.yaml optim.lr=1e-3 --out runs/first")
 @click.argument("recipe", metavar="RECIPE|SOURCE")
@@ -29,8 +33,14 @@ __all__ = ["default_run_name", "start", "train"]
 @click.option("--out", metavar="DIR", help="Run directory. Default: runs/NAME_OF_THE_RECIPE.")
 @click.option("--resume", is_flag=True, help="Continue from the newest intact checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Check everything, but do not train.")
+@_download_option
 def train(
-    recipe: str, overrides: tuple[str, ...], out: str | None, resume: bool, dry_run: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    out: str | None,
+    resume: bool,
+    dry_run: bool,
+    download: bool,
 ) -> CommandResult:
     """Fine-tune a model as RECIPE says, or on your own images.
 
@@ -50,10 +60,16 @@ def train(
     if is_data_source(recipe):
         run = run or Path("runs") / default_run_name(recipe)
         if not (resume and (run / "recipe.yaml").is_file()):
-            return _train_source(recipe, overrides, run, dry_run=dry_run)
+            return _train_source(recipe, overrides, run, dry_run=dry_run, download=download)
         if redact_urls(recipe) != recipe:  # the run does not store passwords and signatures
             overrides = (f"data.source={json.dumps(resolve_data_source(recipe))}", *overrides)
         recipe = str(run)
+    elif download:
+        raise RecipeError(
+            f"--download: {recipe} names its weights, which are downloaded anyway; use the option "
+            "with a folder of images",
+            code="recipe.conflict",
+        )
     if (Path(recipe) / "recipe.yaml").is_file():
         if not resume:
             raise RecipeError(
@@ -76,14 +92,15 @@ def _train_recipe(recipe: Recipe, run: Path, *, resume: bool, dry_run: bool) -> 
     from finetune.training.train import train
 
     process_lifecycle.freeze_imports()
-    results = train(recipe, run, resume=resume, dry_run=dry_run)
+    seconds_before = process_lifecycle.seconds_since_start()
+    results = train(recipe, run, resume=resume, dry_run=dry_run, seconds_before=seconds_before)
     if dry_run:
         return CommandResult(results, format_nested(results))
     return CommandResult(results, f"{format_results(results)}\n{format_next_steps(run)}")
 
 
 def _train_source(
-    source: str, overrides: tuple[str, ...], run: Path, *, dry_run: bool
+    source: str, overrides: tuple[str, ...], run: Path, *, dry_run: bool, download: bool
 ) -> CommandResult:
     """Create a recipe for a source of images and train it."""
     resolve_data_source(source)
@@ -99,7 +116,7 @@ def _train_source(
     if run.exists() and not dry_run:
         with start.open_new_run(run):  # fail now, not after minutes of trials
             pass
-    created = start.start(source, overrides=overrides)
+    created = start.start(source, overrides=overrides, download=download)
     click.echo(escape_control_chars(created.yaml_text), err=True, nl=False)
     if not dry_run:
         start.write_start_files(created, run)
@@ -117,12 +134,15 @@ def default_run_name(source: str) -> str:
 @click.argument("source")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--out", metavar="FILE", help="Write the recipe to FILE.")
-def start(source: str, overrides: tuple[str, ...], out: str | None) -> CommandResult:
+@_download_option
+def start(
+    source: str, overrides: tuple[str, ...], out: str | None, download: bool
+) -> CommandResult:
     """Create a recipe for your images and explain each value.
 
     SOURCE is a folder of class folders, a file (CSV with paths and labels, tar shard, parquet), or
-    a prefixed source as in data.source: folder:, csv:, tar:, parquet:, hub: or embedded:. Nothing
-    is downloaded.
+    a prefixed source as in data.source: folder:, csv:, tar:, parquet:, hub: or embedded:. Weights
+    are downloaded only with --download.
 
     KEY=VALUE sets a key of the recipe.
     """
@@ -138,7 +158,7 @@ def start(source: str, overrides: tuple[str, ...], out: str | None) -> CommandRe
         )
     from finetune.commands.start import start
 
-    created = start(source, overrides=overrides)
+    created = start(source, overrides=overrides, download=download)
     if out:
         write_atomically(Path(out), created.yaml_text)
     next_step = f"\n{out}\ntrain it: finetune train {out}" if out else ""

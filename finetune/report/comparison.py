@@ -26,7 +26,11 @@ from finetune.report.run_data import (
     has_too_few_images,
     use_narrow_spaces,
 )
-from finetune.report.sections import claim_rows, training_images_per_second
+from finetune.report.sections import (
+    claim_rows,
+    training_images_per_second,
+    training_seconds,
+)
 
 __all__ = [
     "RecipeGroup",
@@ -255,7 +259,7 @@ def run_rows(
     rows = []
     for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):
         cells = [_metric_cell(run, split, key) for split, key, _ in columns]
-        seconds = [line.get("seconds") or 0.0 for line in run.history]
+        seconds = training_seconds(run)
         rows.append(
             {
                 "name": name,
@@ -265,8 +269,10 @@ def run_rows(
                 "keys": [values[index] for _, values in differing],
                 "seed": str(run.recipe.run.seed),
                 "figures": cells,
-                "time": format_duration(max(seconds, default=None)),
-                "seconds": max(seconds, default=None),
+                "time": format_duration(seconds),
+                "seconds": seconds,
+                "command_time": format_duration(run.results.get("command_seconds")),
+                "command_seconds": run.results.get("command_seconds"),
                 "rate": training_images_per_second(run),
             }
         )

@@ -207,16 +207,12 @@ def _curve_svgs(run: Run) -> list[str]:
     if not run.history:
         return []
     steps_per_epoch = run.steps_per_epoch
-    svgs = [
+    return [
         to_svg(
             plots.plot_curves(run.history, run.results, keys=[key], steps_per_epoch=steps_per_epoch)
         )
         for key in plots.curve_keys(run.history)
     ]
-    if run.lr_range:
-        points = list(zip(run.lr_range["lr"], run.lr_range["smoothed"], strict=False))
-        svgs.append(to_svg(plots.plot_lr_range_test(points, run.lr_range["chosen"])))
-    return svgs
 
 
 def _confusion_section(run: Run, matrix: ConfusionMatrix | None) -> dict[str, Any]:

@@ -33,7 +33,6 @@ __all__ = [
     "curve_keys",
     "plot_confusion_matrix",
     "plot_curves",
-    "plot_lr_range_test",
     "plot_reliability_diagram",
     "plot_run_comparison",
 ]
@@ -139,28 +138,6 @@ def _format_axes(axes: Axes, key: str, title: str, steps_per_epoch: float | None
     axes.set_xlim(left=0)
     if key in ("lr", "images_per_second"):
         axes.set_ylim(0, 1.02 * axes.get_ylim()[1])
-
-
-def plot_lr_range_test(points: Sequence[tuple[float, float]], chosen: float) -> Figure:
-    """Plot an LR range test.
-
-    Args:
-        points: pairs (learning rate, smoothed loss).
-        chosen: the learning rate that the run used.
-    """
-    with matplotlib_style():
-        figure, (axes,) = create_panels(1, 1)
-        axes.set_title("Range test: loss by learning rate")
-        axes.plot(*zip(*points, strict=True), color=COLORS["train"])
-        axes.axvline(chosen, color=COLORS["muted"], linewidth=1, linestyle=(0, (3, 3)), zorder=0)
-        axes.set_xscale("log")
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
-        axes.set_xlabel(f"learning rate (chosen: {chosen:g})")
-        axes.grid(axis="y")
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        figure.set_label(f"Loss of a learning rate range test; {chosen:g} was chosen")
-    return figure
 
 
 def plot_run_comparison(

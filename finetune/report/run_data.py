@@ -11,7 +11,6 @@ from pydantic import (
     Field,
     FiniteFloat,
     NonNegativeInt,
-    PositiveFloat,
     TypeAdapter,
     ValidationError,
 )
@@ -116,6 +115,7 @@ class _Results(TypedDict, total=False):
     val: _SplitMetrics | None
     test: _SplitMetrics | None
     skipped_steps: NonNegativeInt
+    command_seconds: FiniteFloat
 
 
 class _TrainingImage(TypedDict):
@@ -132,12 +132,6 @@ class _TrainingImages(TypedDict, total=False):
     rows: list[_TrainingImage]
 
 
-class _LRRange(TypedDict):
-    lr: list[PositiveFloat]
-    smoothed: list[FiniteFloat]
-    chosen: PositiveFloat
-
-
 class _ModelConfig(TypedDict, total=False):
     label_names: list[str] | None
 
@@ -146,7 +140,6 @@ _FIELDS: Mapping[str, TypeAdapter[Any]] = {
     "run.json": TypeAdapter(_Record),
     "results.json": TypeAdapter(_Results),
     TRAINING_IMAGES_FILE: TypeAdapter(_TrainingImages),
-    "lr_range.json": TypeAdapter(_LRRange),
     "model/config.json": TypeAdapter(_ModelConfig),
 }
 
@@ -166,7 +159,6 @@ class Run:
         results: content of results.json; empty for an unfinished run.
         class_names: class names in the order of the logits; numbers for classes without a name.
         training_images: content of training_images.json; empty if it was not written.
-        lr_range: content of lr_range.json; empty without an LR range test.
     """
 
     path: Path
@@ -176,7 +168,6 @@ class Run:
     results: dict[str, Any]
     class_names: list[str]
     training_images: dict[str, Any]
-    lr_range: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -270,7 +261,6 @@ def read_run(path: Path) -> Run:
         # numbers for classes without a name
         class_names=[*names, *map(str, range(len(names), num_classes))],
         training_images=_read_json(path, TRAINING_IMAGES_FILE),
-        lr_range=_read_json(path, "lr_range.json"),
     )
 
 

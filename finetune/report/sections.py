@@ -38,6 +38,7 @@ __all__ = [
     "run_status",
     "speed_section",
     "training_images_per_second",
+    "training_seconds",
 ]
 
 Row = dict[str, Any]
@@ -228,8 +229,7 @@ def speed_section(run: Run) -> Row:
     lines = {split: _log_lines(run, split) for split in ("train", "val")}
     train_rate = training_images_per_second(run)
     eval_rate = (run.metrics("test") or run.metrics("val")).get("images_per_second")
-    seconds = [line.get("seconds") for line in run.history]
-    total_seconds = max((known for known in seconds if known is not None), default=None)
+    total_seconds = training_seconds(run)
     rows = [
         (
             "Training",
@@ -238,7 +238,8 @@ def speed_section(run: Run) -> Row:
             else MISSING,
         ),
         ("Evaluation", f"{eval_rate:,.0f} images/s" if eval_rate else MISSING),
-        ("Time", format_duration(total_seconds)),
+        ("Training time", format_duration(total_seconds)),
+        ("Whole command", format_duration(run.results.get("command_seconds"))),
     ]
     num_val_images = run.metrics("val").get("examples") or _num_val_images(run)
     val_seconds = math.fsum(
@@ -257,6 +258,12 @@ def speed_section(run: Run) -> Row:
         )
         rows.append(("Shares of time", shares_text))
     return {"rows": rows, "share": time_shares}
+
+
+def training_seconds(run: Run) -> float | None:
+    """Return the time of training and validation, from metrics.jsonl."""
+    seconds = [line.get("seconds") for line in run.history]
+    return max((known for known in seconds if known is not None), default=None)
 
 
 def training_images_per_second(run: Run) -> float | None:

@@ -44,7 +44,7 @@ _MAX_DEPTH = 50
 _MAX_DIGITS = 20  # of an integer; arithmetic with larger ones may overflow a float
 _RUN_FILES = (
     *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
-    *("training_images.json", "start.yaml", "lr_range.json"),
+    *("training_images.json", "start.yaml"),
 )
 _NO_SYMLINKS = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
 # Files that exist before run.json, while a run starts.
@@ -54,7 +54,6 @@ _FILES_BEFORE_RECORD = {
     "metrics.jsonl",
     "recipe.yaml",
     "start.yaml",
-    "lr_range.json",
     "stages",
 }
 _LOCK_TEXT = re.compile(rb"[0-9]+ on [^\n]*\n")

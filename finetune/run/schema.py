@@ -110,6 +110,7 @@ class Results(TypedDict, total=False):
     model_sha256: str  # sha256 of the weights in model/ that were evaluated
     claims: list[dict[str, Any]]
     warnings: list[str]
+    command_seconds: _Number  # from the start of the command until the report is written
 
 
 class _MetricsLine(TypedDict, total=False):

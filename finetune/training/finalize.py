@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ def finalize_run(
     train_loader: AnyLoader,
     val_loader: AnyLoader | None,
     best_validation: BestValidation | None = None,
+    *,
+    started: float,
 ) -> dict[str, Any]:
     """Evaluate the best weights, evaluate the test split once, and write results.json and model/.
 
@@ -66,6 +69,8 @@ def finalize_run(
         val_loader: loader of the validation split, on which the temperature or the thresholds are
             fitted; None without a validation split.
         best_validation: a validation during training; reused if its step is the best.
+        started: `time.perf_counter()` at the start of the command, or earlier, by the training time
+            before a resume.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read and `data.unreadable` is "stop", after model/
         is written; DivergedError if the loss has diverged, after everything is written.
@@ -120,6 +125,7 @@ def finalize_run(
         results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
         leakage = read_record(run).get("leakage", [])
         results["warnings"] = [*leakage, *check_results(setup, results, history)]
+        results["command_seconds"] = round(time.perf_counter() - started, 1)
         run.write_json("results.json", results)
         rewrite_artifacts(run, repository=trainer.recipe.run.push_to)
         write_training_images(run, setup, train_loader.store, autocast_dtype(accelerator))

@@ -68,6 +68,7 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     keep_process_group: bool = False,
+    seconds_before: float = 0.0,
 ) -> dict[str, Any]:
     """Fine-tune a model as described by a recipe.
 
@@ -83,9 +84,12 @@ def train(
         dry_run: True to check everything, but train and write nothing.
         keep_process_group: True to keep the process group for another run; destroy it later with
             `destroy_process_group`.
+        seconds_before: time that the command has taken before this call, for example to choose the
+            recipe; it is part of "command_seconds" in results.json.
     Returns: the content of results.json; with `dry_run`, the plan of the run.
     Raises: FinetuneError; its subclass sets the exit code.
     """
+    started = time.perf_counter() - seconds_before
     init_from = None  # run directory of the previous stage
     if recipe.optim.stages:
         accelerator = create_accelerator(recipe.run, out=Path(out))
@@ -102,6 +106,7 @@ def train(
                 resume=resume,
                 dry_run=dry_run,
                 keep_process_group=True,
+                started=time.perf_counter(),
             )
             init_from = None if dry_run else folder
     return _train(
@@ -111,6 +116,7 @@ def train(
         resume=resume,
         dry_run=dry_run,
         keep_process_group=keep_process_group,
+        started=started,
     )
 
 
@@ -131,12 +137,14 @@ def _train(
     resume: bool,
     dry_run: bool,
     keep_process_group: bool,
+    started: float,
 ) -> dict[str, Any]:
     """Train one stage, or the run itself.
 
     Args:
         init_from: run directory of the previous stage, whose weights replace the pretrained ones;
             None without a previous stage.
+        started: `time.perf_counter()` at the start of the command, or of the stage.
 
     The other arguments, the result and the errors are those of `train`.
     """
@@ -181,9 +189,12 @@ def _train(
                 signals.raise_immediately(_stopped_message(run)),
             ):
                 train_loader, val_loader = _prepare_data(trainer, start_step)
+                started -= trainer.counters.seconds  # trained before a resume
                 with signals.deferred():  # the loop saves a checkpoint before it stops
                     best_validation = _train_loop(trainer, train_loader, val_loader, signals)
-                results = finalize_run(trainer, train_loader, val_loader, best_validation)
+                results = finalize_run(
+                    trainer, train_loader, val_loader, best_validation, started=started
+                )
 
         # Close the trackers, disconnect the processes, and push the model.
         for tracker in accelerator.trackers:

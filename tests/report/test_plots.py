@@ -15,7 +15,6 @@ from finetune.report.figure_style import COLORS, save_png, to_svg
 from finetune.report.plots import (
     plot_confusion_matrix,
     plot_curves,
-    plot_lr_range_test,
     plot_reliability_diagram,
     plot_run_comparison,
 )
@@ -35,17 +34,6 @@ def plotted_lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
         for line in figure.axes[axes].lines
         if len(np.asarray(line.get_xdata()))
     }
-
-
-def test_lr_range_test_plot_marks_the_chosen_rate() -> None:
-    figure = plot_lr_range_test([(1e-4, 2.3), (1e-3, 1.5), (1e-2, 3.0)], chosen=2e-4)
-    (curve, chosen) = plotted_lines(figure).values()
-    assert curve.tolist() == [[1e-4, 2.3], [1e-3, 1.5], [1e-2, 3.0]]
-    assert chosen[:, 0].tolist() == [2e-4, 2e-4]
-    assert figure.axes[0].get_xscale() == "log"
-    shown = svg_texts(figure)
-    assert any("chosen: 0.0002" in text for text in shown)
-    assert {"0.0001", "0.001", "0.01"} <= set(shown)
 
 
 class TestCurves:

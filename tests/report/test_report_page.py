@@ -162,13 +162,6 @@ class TestRunPage:
         assert write_run_report(run).read_bytes() == first
         assert not list(run.glob(".*"))
 
-    def test_lr_range_test_has_a_curve(self, tmp_path: Path) -> None:
-        run = write_run_dir(tmp_path / "run", status="running", metrics=metric_lines(steps=20))
-        curve = {"lr": [1e-4, 1e-3], "loss": [2.3, 2.0], "smoothed": [2.3, 2.2], "chosen": 1e-4}
-        assert len(Page(write_run_report(run)).find_all("svg")) == 4
-        (run / "lr_range.json").write_text(json.dumps(curve))
-        assert len(Page(write_run_report(run)).find_all("svg")) == 5
-
     def test_uses_an_open_split(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run", "data.source=folder:nowhere")
         assert "cannot be opened from here" in Page(write_run_report(run)).text

@@ -17,7 +17,7 @@ from finetune.report.run_data import (
 )
 
 JSON_FILES = (
-    *("run.json", "results.json", "training_images.json", "lr_range.json"),
+    *("run.json", "results.json", "training_images.json"),
     "model/config.json",
 )
 WRONG_TEST_METRICS = {

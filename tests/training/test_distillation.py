@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -36,7 +35,6 @@ from finetune.training.accelerator import create_accelerator
 from finetune.training.batch_size_finder import find_micro_batch_size
 from finetune.training.build_state import build_trainer_state
 from finetune.training.distillation import Teacher, distillation_loss
-from finetune.training.lr_range import run_lr_range_test
 from finetune.training.setup import build_setup
 from finetune.training.stages import stage_folder
 from finetune.training.train import train
@@ -373,18 +371,6 @@ class TestRuns:
         assert len(read_train_losses(stage)) == 2
         assert "distill_loss" not in (stage / "metrics.jsonl").read_text()
         assert "teacher" not in json.loads((stage / "run.json").read_text())
-
-    def test_lr_range_test_includes_the_teacher(self, teacher: Path) -> None:
-        rates: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 1e-3, "num_steps": 1}
-        mostly_teacher = run_lr_range_test(
-            make_recipe(teacher, "distill.weight=0.75"), **rates
-        ).loss[0]
-        mostly_labels = run_lr_range_test(
-            make_recipe(teacher, "distill.weight=0.25"), **rates
-        ).loss[0]
-        assert mostly_labels - mostly_teacher > 0.5, (
-            "the teacher has learned little, so its part of the loss is small"
-        )
 
     @pytest.mark.parametrize("overrides", [(), (FEATURES,)])
     def test_auto_micro_batch_runs_the_teacher_too(

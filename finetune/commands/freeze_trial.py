@@ -1,0 +1,85 @@
+"""Train only the classifier, or all weights? A short trial of both, with the same weights.
+
+The first trial trains a classifier on frozen features, which takes seconds. The second one trains
+all weights, starting from this classifier. Both are evaluated on the same validation images, so
+they are compared image by image.
+
+Source: Kumar et al. 2022, "Fine-tuning can distort pretrained features" (LP-FT).
+"""
+
+# N validation images
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.formatting import format_percent, pluralize
+from finetune.log import logger
+from finetune.recipe.schema import Recipe
+from finetune.training.trial import TrialEvaluation, run_trial
+
+__all__ = ["compare_frozen_and_full"]
+
+_Z = 1.96  # a 95 % interval extends this many standard errors to each side of the mean
+
+
+def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, metric: str) -> tuple[bool, str]:
+    """Train the classifier alone, then all weights, and compare them on the validation split.
+
+    The second trial is skipped if the classifier alone leaves nothing to gain, and ends at the
+    first evaluation that is clearly worse. After Ctrl-C, the best so far counts.
+
+    Args:
+        frozen: recipe that trains only the classifier.
+        full: recipe that trains all weights for a short time.
+        metric: name of the metric, for messages.
+    Returns: True to train all weights, and the reason.
+    """
+    head: TrialEvaluation | None = None
+    try:
+        *_, head = run_trial(frozen, label="trial 1 of 2: only the classifier")
+        accuracy, num_images = float(head.correct_N.mean()), len(head.correct_N)
+        reason = (
+            f"on {pluralize(num_images, 'validation image')}, training only the classifier has "
+            f"{metric} {format_percent(accuracy, 1)}"
+        )
+        logger.info(f"trial 1 of 2: {reason}")
+        if accuracy + _Z * math.sqrt(accuracy * (1 - accuracy) / num_images) >= 1:
+            return False, f"{reason}, which leaves nothing to gain"
+        label = "trial 2 of 2: all weights"
+        with contextlib.closing(run_trial(full, label=label, init_from=head.state)) as trial:
+            for evaluation in trial:
+                worse, better = _compare(evaluation, head)
+                verdict = (
+                    f"training all weights for a short time has "
+                    f"{format_percent(evaluation.correct_N.mean(), 1)}"
+                )
+                if worse and not evaluation.is_last:
+                    verdict += " and is clearly worse"
+                    break
+        logger.info(f"trial 2 of 2: {verdict}")
+        return better, f"{reason}; {verdict}"
+    except KeyboardInterrupt:
+        logger.info("the trial was stopped: training only the classifier")
+        return False, "the trial of training all weights was stopped"
+
+
+def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
+    """Return whether training all weights is clearly worse, and whether it is better.
+
+    It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if
+    its loss is lower by more than a standard error, and its accuracy is not lower.
+    """
+    accuracy_gain, accuracy_error = _mean_and_error(full.correct_N - head.correct_N)
+    loss_gain, loss_error = _mean_and_error(head.loss_N - full.loss_N)
+    is_worse = accuracy_gain + _Z * accuracy_error < 0
+    return is_worse, accuracy_gain >= 0 and loss_gain > loss_error
+
+
+def _mean_and_error(values_N: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean of paired differences, and its standard error."""
+    return float(values_N.mean()), float(values_N.std()) / math.sqrt(len(values_N))

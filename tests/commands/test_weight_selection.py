@@ -1,0 +1,114 @@
+"""Comparing pretrained weights by their frozen features."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from finetune.commands import weight_selection
+from finetune.commands.weight_selection import (
+    Candidate,
+    Score,
+    image_sizes,
+    leave_one_out_accuracy,
+    measure_seconds_per_image,
+    score_candidates,
+)
+from finetune.errors import RecipeError
+from finetune.recipe.load import parse_recipe
+from finetune.recipe.schema import Recipe
+
+TI = Candidate("embedded:vit_ti", 32, 3e-4, "")
+NANO = Candidate("embedded:vit_nano", 32, 1e-3, "")
+
+
+@pytest.mark.parametrize(
+    "pretrained, side, sizes",
+    [
+        (224, 32, [128, 224, 64]),  # small images are enlarged
+        (224, 64, [128, 224, 64]),
+        (224, 80, [128, 224]),
+        (224, 400, [224]),
+        (518, 160, [224, 518]),  # a ViT with patches of 14 pixels
+        (518, 32, [140, 518, 56]),
+        (384, 100, [160, 384]),
+        (32, 32, [32]),
+        (32, 200, [32, 64]),
+    ],
+)
+def test_image_sizes_follow_the_images(pretrained: int, side: int, sizes: list[int]) -> None:
+    assert image_sizes(pretrained, side) == sizes
+
+
+def test_leave_one_out_accuracy() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 3
+    noise = rng.normal(size=(60, 8)).astype(np.float32)
+    separate = noise + 20 * np.eye(3, 8, dtype=np.float32)[labels]
+    assert leave_one_out_accuracy(separate, labels) == 1
+    assert leave_one_out_accuracy(noise, labels) < 0.6
+    indicators = np.stack([labels == 0, labels > 0, labels == labels], axis=1).astype(np.uint8)
+    assert leave_one_out_accuracy(separate, indicators) == pytest.approx(1)
+    assert leave_one_out_accuracy(noise, indicators) < 0.9
+
+
+def test_twice_the_time_must_bring_a_point() -> None:
+    fast = Score(NANO, 0.80, 100, 1e-3, "resize", has_batch_norm=False)
+    slow = replace(fast, forward_seconds=4e-3)
+    assert replace(slow, accuracy=0.815).rank < fast.rank < replace(slow, accuracy=0.825).rank
+
+
+def recipe_of(candidate: Candidate) -> Recipe:
+    return parse_recipe(f"""
+model: {{name: "{candidate.name}", image_size: {candidate.image_size}, freeze: backbone}}
+data: {{source: "embedded:digits", num_train: 90, train: resize}}
+optim: {{lr: 1e-3, steps: 1}}
+run: {{threads: 1}}
+""")
+
+
+def test_scores_of_real_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 1e9)
+    scores = score_candidates([TI, NANO], recipe_of, sizes=lambda candidate: [32, 48])
+    assert [score.candidate.image_size for score in scores].count(48) == 1  # only the best
+    assert {score.num_images for score in scores} == {80}
+    assert all(0.4 < score.accuracy <= 1 for score in scores)
+    monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 0.0)
+    (score,) = score_candidates([NANO], recipe_of, sizes=lambda candidate: [])
+    assert score.num_images == weight_selection.MIN_SCORED_IMAGES
+
+
+def test_candidates_that_cannot_be_used_are_skipped() -> None:
+    def recipe(candidate: Candidate) -> Recipe:
+        if candidate.name == TI.name:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return recipe_of(candidate)
+
+    wrong_size = replace(NANO, image_size=33)
+    scores = score_candidates([TI, wrong_size, NANO], recipe, sizes=lambda candidate: [])
+    assert [score.candidate for score in scores] == [NANO]
+    with pytest.raises(torch.OutOfMemoryError):
+        score_candidates([TI], recipe, sizes=lambda candidate: [])
+    with pytest.raises(RecipeError):
+        score_candidates([wrong_size], recipe, sizes=lambda candidate: [])
+
+
+def test_timing_excludes_waiting() -> None:
+    class SleepingModel(nn.Linear):
+        def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return super().forward(images_BCHW[:, 0, 0])
+
+    setup = SimpleNamespace(
+        built=SimpleNamespace(model=SleepingModel(32, 2)),
+        device=torch.device("cpu"),
+        preprocessing=SimpleNamespace(image_size=(32, 32)),
+        recipe=recipe_of(NANO),
+    )
+    assert measure_seconds_per_image(setup, train=True) < 0.05 / 8

@@ -137,7 +137,8 @@ class Choice:
         epochs: passes over the data in which all weights are trained.
         reason: why only the classifier or all weights are trained.
         findings: lines about all weights that were compared.
-        seconds: estimated time of training on this machine; of computing the features if frozen.
+        seconds: estimated time of training on this machine; of computing the features if frozen;
+            None if it was not measured.
     """
 
     score: Score
@@ -145,7 +146,7 @@ class Choice:
     epochs: int
     reason: str
     findings: list[str]
-    seconds: float
+    seconds: float | None
 
 
 _CHOICE = TypeAdapter(Choice)
@@ -170,11 +171,13 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
         choice = _choose(builder, candidates)
         _write_choice(key, choice)
     else:
+        name = redact_urls(builder.source.name)
         logger.info(
-            f"{redact_urls(builder.source.name)} and the settings have not changed since an earlier "
-            f"start: using its choice again, {choice.score.candidate}"
+            f"{name} and the settings have not changed since an earlier start: using its choice "
+            f"again, {choice.score.candidate}"
         )
-    logger.info(f"training takes about {format_duration(choice.seconds)} here")
+    if choice.seconds is not None:
+        logger.info(f"training takes about {format_duration(choice.seconds)} here")
     return builder.build(choice)
 
 
@@ -230,7 +233,7 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     frozen = Choice(best, True, epochs=0, reason="", findings=findings, seconds=seconds)
     full = replace(frozen, frozen=False, epochs=builder.usual_epochs())
     if (is_frozen := builder.frozen_as_asked()) is not None:
-        return frozen if is_frozen else full
+        return frozen if is_frozen else replace(full, seconds=None)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
     for score in same_weights:  # the best image size at which all weights can be trained
         seconds_per_image = _measure_training(builder, replace(full, score=score))
@@ -342,10 +345,10 @@ class _RecipeBuilder:
         """
         score = Score(candidate, 0.0, 0, 0.0, eval_spec="resize", has_batch_norm=False)
         if any(key.startswith("model.") for key in self.asked):
-            full = Choice(score, frozen=False, epochs=1, reason="", findings=[], seconds=0.0)
+            full = Choice(score, frozen=False, epochs=1, reason="", findings=[], seconds=None)
             asked_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe
             build_setup(asked_recipe, device=torch.device("cpu"), show_progress=False)
-        frozen = Choice(score, frozen=True, epochs=0, reason="", findings=[], seconds=0.0)
+        frozen = Choice(score, frozen=True, epochs=0, reason="", findings=[], seconds=None)
         kept = [
             override
             for override in self.overrides

@@ -47,11 +47,13 @@ __all__ = [
     "measure_seconds_per_image",
     "named_candidate",
     "score_candidates",
+    "sort_scores",
 ]
 
 MAX_SCORED_IMAGES = 1000
 MIN_SCORED_IMAGES = 64  # with fewer, two networks differ by chance
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
+MAX_SECONDS = 30.0  # for all networks
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
@@ -178,17 +180,23 @@ def score_candidates(
         candidates: weights at their pretrained image size.
         build_recipe: returns a recipe that trains only the classifier of a candidate.
         sizes: returns the image sizes to try for a candidate; none for that of the candidate.
-    Returns: best first, by `Score.rank`. All accuracies are computed on the same images: on as many
-        as the slowest candidate managed.
+    Returns: best first, see `sort_scores`. All accuracies are computed on the same images: on as
+        many as the slowest candidate managed. Weights that are too slow to compare are left out.
     Raises: the error of the first candidate that does not support the recipe's settings, or needs
         more memory than there is, if that is so for all of them.
     """
     features: list[_Features] = []
     errors: list[Exception] = []
 
+    started = time.perf_counter()
+
     def extract(candidate: Candidate) -> None:
+        if features and time.perf_counter() - started > MAX_SECONDS:
+            return
         try:
-            features.append(_extract(candidate, build_recipe(candidate)))
+            features.append(
+                _extract(candidate, build_recipe(candidate), is_optional=bool(features))
+            )
         except (FinetuneError, RuntimeError) as error:
             if not isinstance(error, RecipeError) and not is_out_of_memory(error):
                 raise
@@ -196,8 +204,7 @@ def score_candidates(
 
     def scores() -> list[Score]:
         num_images = min(len(each.labels) for each in features)
-        scored = [each.evaluate(num_images) for each in features]
-        return sorted(scored, key=lambda each: each.rank, reverse=True)
+        return sort_scores([each.evaluate(num_images) for each in features])
 
     with item_bar(len(candidates), label="compare pretrained networks", unit="network") as progress:
         for candidate in candidates:
@@ -210,6 +217,16 @@ def score_candidates(
     for size in sizes(pretrained)[1:]:
         extract(replace(best, image_size=size))
     return scores()
+
+
+def sort_scores(scores: Sequence[Score]) -> list[Score]:
+    """Sort by `Score.rank`, but put the fastest within one standard error of the best one first."""
+    ranked = sorted(scores, key=lambda each: each.rank, reverse=True)
+    best = ranked[0]
+    error = math.sqrt(best.accuracy * (1 - best.accuracy) / best.num_images)
+    close = [each for each in ranked if each.rank >= best.rank - error]
+    fastest = min(close, key=lambda each: each.forward_seconds)
+    return [fastest, *(each for each in ranked if each is not fastest)]
 
 
 class _Features(NamedTuple):
@@ -229,10 +246,12 @@ class _Features(NamedTuple):
         return replace(self.score, accuracy=accuracy, num_images=num_images)
 
 
-def _extract(candidate: Candidate, recipe: Recipe) -> _Features:
+def _extract(candidate: Candidate, recipe: Recipe, *, is_optional: bool) -> _Features:
     """Compute features of as many training images as the time allows.
 
     If these are all training images, the run finds the features in the cache.
+
+    Raises: RecipeError if the network has no features, or if it `is_optional` and too slow.
     """
     with quiet():
         accelerator = create_accelerator(recipe.run)
@@ -241,6 +260,8 @@ def _extract(candidate: Candidate, recipe: Recipe) -> _Features:
         seconds = measure_seconds_per_image(setup, train=False)
     split = setup.source.splits["train"]
     order = np.random.default_rng(recipe.run.seed).permutation(len(split))
+    if is_optional and seconds * MIN_SCORED_IMAGES > 3 * MAX_SECONDS_PER_SCORE:
+        raise RecipeError(f"{candidate}: is too slow here", code="recipe.unsupported")
     affordable = max(int(MAX_SECONDS_PER_SCORE / seconds), MIN_SCORED_IMAGES)
     order = order[: min(affordable, MAX_SCORED_IMAGES)]
     scored = split if len(order) == len(split) else split.subset(np.sort(order))

@@ -198,7 +198,7 @@ class TestSecondStart:
     def started(self, *arguments: str) -> tuple[StartResult, bool]:
         with logged() as messages:
             result = start(arguments[0], overrides=arguments[1:])
-        return result, any("choice again" in message for message in messages)
+        return result, any("choice again," in message for message in messages)
 
     def test_reuses_the_choice(self, photos: str, findings: Findings) -> None:
         first, was_reused = self.started(photos)

@@ -19,6 +19,7 @@ from finetune.commands.weight_selection import (
     leave_one_out_accuracy,
     measure_seconds_per_image,
     score_candidates,
+    sort_scores,
 )
 from finetune.errors import RecipeError
 from finetune.recipe.load import parse_recipe
@@ -58,10 +59,21 @@ def test_leave_one_out_accuracy() -> None:
     assert leave_one_out_accuracy(noise, indicators) < 0.9
 
 
-def test_twice_the_time_must_bring_a_point() -> None:
-    fast = Score(NANO, 0.80, 100, 1e-3, "resize", has_batch_norm=False)
-    slow = replace(fast, forward_seconds=4e-3)
-    assert replace(slow, accuracy=0.815).rank < fast.rank < replace(slow, accuracy=0.825).rank
+def test_twice_the_time_must_bring_a_point_and_a_standard_error() -> None:
+    fast = Score(NANO, 0.80, 10**6, 1e-3, "resize", has_batch_norm=False)
+    slow = replace(fast, forward_seconds=4e-3)  # needs two points
+    for accuracy, num_images, first in (
+        (0.815, 10**6, fast),
+        (0.825, 10**6, None),
+        (0.825, 400, fast),  # a standard error of two points
+        (0.845, 400, None),
+    ):
+        scores = [
+            replace(fast, num_images=num_images),
+            replace(slow, accuracy=accuracy, num_images=num_images),
+        ]
+        chosen = sort_scores(scores)[0]
+        assert (chosen.forward_seconds == fast.forward_seconds) is (first is fast)
 
 
 def recipe_of(candidate: Candidate) -> Recipe:

@@ -144,7 +144,9 @@ def _check_torch_loads() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or "torch" in sys.modules:
         return
-    command = [sys.executable, "-c", "import torch"]
+    # the sys.path of this process, because `-c` would add the working folder
+    program = "import sys; sys.path[:] = sys.argv[1:]; import torch"
+    command = [sys.executable, "-c", program, *sys.path]
     if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode < 0:
         raise ImportError("torch: Cannot allocate memory")
 

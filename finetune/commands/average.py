@@ -100,7 +100,7 @@ def average_runs(
 
     def evaluate_weights(state: StateDict) -> dict[str, float]:
         network.load_state_dict(state)
-        metrics = evaluate(network, val_loader, accelerator, batch_size=batch_size)
+        metrics = evaluate(network, val_loader, accelerator, batch_size=batch_size, progress=True)
         return {key: metrics[key] for key in (primary_metric(metrics), "loss")}
 
     if alphas:
@@ -111,14 +111,14 @@ def average_runs(
         kind, tried, chosen, state = _build_soup(members, evaluate_weights, greedy=greedy)
     network.load_state_dict(state)
     evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
-    evaluator.evaluate(network, batch_size=batch_size)
+    evaluator.evaluate(network, batch_size=batch_size, progress=True)
     val = evaluator.results()
     fitted_key = "thresholds" if setup.is_multilabel else "temperature"
     results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
         settings: dict[str, Any] = {fitted_key: results[fitted_key], "num_mistakes": NUM_MISTAKES}
         evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
-        evaluator.evaluate(network, batch_size=batch_size)
+        evaluator.evaluate(network, batch_size=batch_size, progress=True)
         results["test"] = evaluator.results()
     names = [member.run.path.resolve().name for member in members]
     results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}

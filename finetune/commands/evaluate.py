@@ -164,7 +164,7 @@ def evaluate_model(
         fit_calibration=fit_temperature,
         num_mistakes=NUM_MISTAKES,
     )
-    evaluator.evaluate(network, batch_size=section.eval_batch_size)
+    evaluator.evaluate(network, batch_size=section.eval_batch_size, progress=True)
     result = evaluator.results()
     if config is not None and accelerator.is_main_process:
         _write_temperature(config, result["temperature"], split)

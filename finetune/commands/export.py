@@ -84,6 +84,9 @@ def export_model(
     """
     target = resolve_output_path(model, format, out)
     require_packages(format)
+    logger.info(
+        f"{model}: loading the model, and {NUM_COMPARED_IMAGES} images to compare logits on"
+    )
     built = build_model(model, image_size=image_size)
     pipeline, class_names = eval_pipeline_and_class_names(
         model, built, use_recipe=image_size is None
@@ -97,6 +100,7 @@ def export_model(
         staging = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
         staging_path = Path(stack.enter_context(staging))
         exported = staging_path / target.name
+        logger.info(f"exporting to {format}; a large model takes minutes")
         with suppress_exporter_output():
             opset = export_network(network, example, exported, built.architecture, format)
             exported_model = load_exported(exported, format)

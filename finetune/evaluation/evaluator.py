@@ -25,6 +25,7 @@ from finetune.data.loader import Batch
 from finetune.evaluation.calibration import TemperatureFitter
 from finetune.evaluation.metrics import ClassificationMetrics, Metric, TopLosses
 from finetune.evaluation.multilabel import MultilabelMetrics
+from finetune.progress import item_bar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,6 +45,7 @@ def evaluate(
     batch_size: int,
     extra_metrics: Sequence[Metric] = (),
     multilabel_metrics: MultilabelMetrics | None = None,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """Evaluate a model on a split; every image counts exactly once over all ranks.
 
@@ -53,6 +55,7 @@ def evaluate(
         extra_metrics: further metrics to update, with tensors in host memory.
         multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
             the best thresholds on this split.
+        progress: show a progress bar.
     Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
         `MultilabelMetrics.compute()`, and "images_per_second" over all ranks.
     Raises: DivergedError if a logit is not finite.
@@ -71,11 +74,17 @@ def evaluate(
     batches = loader.eval_batches(
         rank=accelerator.process_index, world_size=accelerator.num_processes, batch_size=batch_size
     )
-    with _force_eager(), torch.no_grad(), accelerator.autocast():
+    bar = item_bar(
+        len(loader.labels),
+        label=f"evaluating {loader.store.split.name}",
+        shown=progress and accelerator.is_main_process,
+    )
+    with _force_eager(), torch.no_grad(), accelerator.autocast(), bar:
         evaluated = _forward_batches(model, batches, device_metrics)
         for batch in _copy_to_host(evaluated) if host_metrics else evaluated:
             for metric in host_metrics:
                 metric.update(*batch)
+            bar.update(len(batch[1]) * accelerator.num_processes)
     for module in model.modules():
         # FSDP keeps the weights gathered after a forward pass without a backward pass
         if isinstance(module, FSDPModule):
@@ -164,7 +173,9 @@ class Evaluator:
         self._top_losses = TopLosses(num_mistakes)
         self.metrics: dict[str, Any] = {}
 
-    def evaluate(self, model: nn.Module, *, batch_size: int) -> dict[str, Any]:
+    def evaluate(
+        self, model: nn.Module, *, batch_size: int, progress: bool = False
+    ) -> dict[str, Any]:
         """Evaluate a model and keep its metrics. Returns: same as the function `evaluate`."""
         optional: tuple[tuple[Metric, bool], ...] = (
             (self._calibrated_metrics, self._temperature is not None),
@@ -178,6 +189,7 @@ class Evaluator:
             batch_size=batch_size,
             extra_metrics=[metric for metric, is_needed in optional if is_needed],
             multilabel_metrics=self._multilabel_metrics,
+            progress=progress,
         )
         return self.metrics
 

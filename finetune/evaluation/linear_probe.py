@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from finetune.evaluation.metrics import mean_std
+from finetune.log import logger
+from finetune.progress import item_bar
 
 __all__ = [
     "BIAS_FEATURE",
@@ -228,13 +230,17 @@ def probe_logistic_regression(
     standardizer = make_standardizer(train[0][indices])
     inputs, val_inputs = standardizer(train[0][indices]), standardizer(val_values)
     grid_rows, model = [], None
+    bar = item_bar(len(grid) + 1, label="logistic regression", unit="fit")
     for c in grid:
         model = fit(inputs, train[1][indices], c, model)
+        bar.update()
         grid_rows.append({"c": c, "val_accuracy": _accuracy(model.predict(val_inputs), val_labels)})
     best = max(grid_rows, key=lambda row: row["val_accuracy"])["c"]  # the first one wins a tie
 
     standardizer = make_standardizer(train[0])
     model = fit(standardizer(train[0]), train[1], best)
+    bar.update()
+    bar.close()
     return {
         "accuracy": _accuracy(model.predict(standardizer(test[0])), test[1]),
         "c": best,
@@ -269,6 +275,7 @@ def cross_validate(
         cv=StratifiedKFold(folds, shuffle=True, random_state=0),
         refit=False,
     )
+    logger.info(f"cross-validation: {folds} folds of {len(C_GRID)} values of C")
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", ConvergenceWarning
@@ -367,6 +374,7 @@ def train_sgd_heads(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     weights_R = torch.tensor(learning_rates, device=device) * (batch_size / _SGD_BATCH_SIZE)
     generator = torch.Generator().manual_seed(0)
+    bar = item_bar(num_steps, label="linear heads", unit="step")
     for step in range(num_steps):
         if step % steps_per_epoch == 0:
             order_N = torch.randperm(len(labels_N), generator=generator)
@@ -386,6 +394,8 @@ def train_sgd_heads(
         loss.backward()
         optimizer.step()
         schedule.step()
+        bar.update()
+    bar.close()
     return heads
 
 

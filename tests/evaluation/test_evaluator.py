@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,15 @@ def evaluate_in_detail(
     evaluator = Evaluator(loader, accelerator, **options)
     evaluator.evaluate(Brightness(), batch_size=100)
     return evaluator.results()
+
+
+def test_progress_is_shown_on_a_terminal(loader, accelerator, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for progress, count in ((True, "355/355"), (False, "")):
+        evaluate(Brightness(), loader, accelerator, batch_size=100, progress=progress)
+        shown = capsys.readouterr().err
+        assert count in shown
+        assert bool(shown) is progress
 
 
 def test_detailed_evaluation_without_options_matches_evaluate(loader, accelerator) -> None:

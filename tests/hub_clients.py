@@ -2,9 +2,11 @@
 
     python hub_clients.py JOB.json OUT.json
 
-Run as a process of its own. The job holds `models` ([name, revision or null]), `images` (a .pt file
-with input tensors) and `picture` (an image file that each client preprocesses itself). Each client
-starts with an empty cache, and before the clients after it are imported: timm first, finetune last.
+Run as a process of its own. The job holds `models` ([name, revision or null, clients]), `images` (a
+.pt file with input tensors) and `picture` (an image file that each client preprocesses itself).
+Each client also runs the code of the model card that is written for it. It starts with an empty
+cache, and before the clients after it are imported: timm first, finetune last. Until then, finetune
+cannot be imported.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -104,7 +107,17 @@ CLIENTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def imported_clients() -> set[str]:
     """Return the clients that this process has imported."""
-    return CLIENTS.keys() & sys.modules.keys()
+    return {client for client in CLIENTS if sys.modules.get(client) is not None}
+
+
+def run_card_code(client: str, name: str, revision: str | None) -> None:
+    """Run the code of a model card that imports the client; it reads photo.jpg."""
+    from huggingface_hub import hf_hub_download
+
+    card = Path(hf_hub_download(name, "README.md", revision=revision)).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    (code,) = [block for block in blocks if re.match(rf"(import|from) {client}\b", block)]
+    exec(code, {})
 
 
 def main() -> None:
@@ -115,14 +128,22 @@ def main() -> None:
     job, results = json.loads(Path(job_path).read_text()), {}
     images_BCHW = torch.load(job["images"], weights_only=True)
     cache, finished = Path(constants.HF_HUB_CACHE), set[str]()
+    shutil.copyfile(job["picture"], "photo.jpg")
+    sys.modules["finetune"] = None  # type: ignore[assignment]
     for client, load in CLIENTS.items():
+        if client == "finetune":
+            del sys.modules["finetune"]
         if importlib.util.find_spec(client) is None:
             continue
         assert imported_clients() <= finished, imported_clients()
         assert not cache.exists(), "the cache is not empty before the first load"
-        results[client] = [
-            load(name, revision, images_BCHW, job["picture"]) for name, revision in job["models"]
-        ]
+        results[client] = []
+        for name, revision, clients in job["models"]:
+            output = None
+            if client in clients:
+                output = load(name, revision, images_BCHW, job["picture"])
+                run_card_code(client, name, revision)
+            results[client].append(output)
         assert any(cache.rglob("model.safetensors")), "the load did not use the cache"
         shutil.rmtree(cache)
         finished.add(client)

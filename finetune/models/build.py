@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -19,7 +18,6 @@ from torch import nn
 from torch.func import functional_call
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, did_you_mean
-from finetune.formatting import format_bytes
 from finetune.log import logger
 from finetune.models.freeze import freeze_parameters
 from finetune.models.head import as_name_tuple, copy_classifier_rows, zero_head
@@ -31,6 +29,7 @@ from finetune.models.weights.resolve import resolve_weights
 from finetune.models.weights.timm_config import (
     CONTROL_ARGS,
     Weights,
+    check_memory,
     has_huge_value,
     is_image_size,
 )
@@ -300,10 +299,12 @@ def _create_model(
         # first on the meta device, to learn its size and the arguments of its class
         is_checked = bool(rates or args or weights.from_config)
         network = _create_on_meta(weights, kwargs) if is_checked else None
+    except FinetuneError:  # from TransformersClassifier
+        raise
     except Exception as error:  # timm's networks raise many types for invalid arguments
         raise _creation_error(weights, args, image_size, error) from error
     if network is not None:
-        _check_memory(network, weights)
+        check_memory(network, weights.provenance["source"])
         for key, rate in rates.items():
             dropout_args |= _dropout_arguments(key, rate, network, weights.architecture)
     try:
@@ -360,18 +361,6 @@ def _dropout_arguments(
         f"model.{key}: {architecture} does not support it; set it to 0",
         code="recipe.unsupported",
     )
-
-
-def _check_memory(network: nn.Module, weights: Weights) -> None:
-    """Raise WeightsError if the network would need more memory than the machine has."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(tensor.nbytes for tensor in network.state_dict().values())
-    if needed > available:
-        raise WeightsError(
-            f"{weights.provenance['source']}: the network's tensors need {format_bytes(needed)}, "
-            f"but this machine has {format_bytes(available)} of memory; make the network smaller",
-            code="weights.too_large",
-        )
 
 
 def _unexpected_keyword(error: Exception) -> str | None:
@@ -469,7 +458,8 @@ def _check_forward(model: nn.Module, image_size: tuple[int, int], architecture: 
             tensors = (*model.named_parameters(), *model.named_buffers())
             try:
                 state = {name: tensor.to(device) for name, tensor in tensors}
-                functional_call(model, state, torch.zeros(1, 3, *image_size, device=device))
+                with torch.device("cpu"):  # networks cache tensors of their own, such as indices
+                    functional_call(model, state, torch.zeros(1, 3, *image_size, device=device))
                 return
             except Exception as error:  # timm's networks raise many types for unsupported sizes
                 failure = error

@@ -1,4 +1,4 @@
-"""Save a built network in timm's hub format."""
+"""Save a built network in timm's hub format, or in transformers' format."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from finetune.models.architectures.transformers_classifier import TransformersClassifier
 from finetune.models.lora import base_state_dict
 from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
@@ -32,7 +33,7 @@ TRAINING_ONLY_ARGS = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A network with everything needed to save it in a form that plain timm can load.
+    """A network with everything needed to save it.
 
     Attributes:
         model: the network, on the CPU in float32; frozen parameters have requires_grad=False.
@@ -72,9 +73,10 @@ def save_model(
     multilabel: bool = False,
     thresholds: Sequence[float] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors in timm's hub format.
+    """Write config.json and model.safetensors.
 
-    `timm.create_model("local-dir:FOLDER", pretrained=True)` then gives the same logits.
+    For networks of timm, `timm.create_model("local-dir:FOLDER", pretrained=True)` gives the same
+    logits; for networks of transformers, `AutoModelForImageClassification.from_pretrained(FOLDER)`.
 
     Args:
         folder: an existing temporary folder, which the caller then moves into place; may have an
@@ -94,8 +96,16 @@ def save_model(
     assert len(class_names) == getattr(built.model, "num_classes", len(class_names))
     assert temperature is None or 0 < temperature < math.inf
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state_dict.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = _hub_config(built, class_names, preprocessing)
+    if isinstance(built.model, TransformersClassifier):
+        built.model.save_pretrained(folder, tensors, class_names)
+        del config["model_args"]
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | config
+        if built.model.supports_pipeline:
+            # the processor of transformers that reads pretrained_cfg, as timm does
+            config["image_processor_type"] = "TimmWrapperImageProcessor"
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if temperature is not None:
         # an additional key: timm and transformers ignore keys that they do not know
         config["calibration"] = {"temperature": float(temperature), "split": "val"}

@@ -103,6 +103,13 @@ class CardContent:
         return self.recipe.data.task == "multilabel"
 
     @property
+    def libraries(self) -> list[str]:
+        """The libraries that load the model without finetune."""
+        if _is_in_timm(self.config["architecture"]):
+            return ["timm", "transformers"]
+        return ["transformers"] if "image_processor_type" in self.config else []
+
+    @property
     def metric_columns(self) -> dict[str, str]:
         """Metrics to show, by key, with column titles; top-5 only for more than five classes."""
         every = [self.results, *(results for _, results in self.seed_results)]
@@ -173,7 +180,7 @@ def render_adapter_card(content: CardContent) -> str:
 def _adapter_usage_section(content: CardContent) -> list[str]:
     """Code that loads the adapter onto its base model, built by timm if possible."""
     model, classes = content.recipe.model, len(content.config.get("label_names") or [])
-    from_timm = timm.is_model(model.name.partition(".")[0]) and not content.weights.get("posemb")
+    from_timm = _is_in_timm(model.name.partition(".")[0]) and not content.weights.get("posemb")
     changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
     if from_timm and not model.args and not model.rename:
         lines = ["import timm"]
@@ -187,18 +194,27 @@ def _adapter_usage_section(content: CardContent) -> list[str]:
     return ["## Use", "", "```python", *lines, "model.eval()", "```", ""]
 
 
+def _is_in_timm(architecture: str) -> bool:
+    """True for a network of timm, False for one that finetune registers with timm."""
+    if not timm.is_model(architecture):
+        return False
+    return timm.model_entrypoint(architecture).__module__.startswith("timm.")
+
+
 def _card_metadata(
-    content: CardContent, *, library: str = "timm", relation: str = "finetune"
+    content: CardContent, *, library: str | None = None, relation: str = "finetune"
 ) -> ModelCardData:
     """Return the metadata for the card's YAML header."""
+    library = library or next(iter(content.libraries), "finetune")
     base = str(content.weights.get("repository") or "")
     on_hub = bool(_REPO_ID.fullmatch(base)) and content.recipe.model.pretrained
     is_multilabel = content.is_multilabel
+    tags = dict.fromkeys([library, "finetune"])
     return ModelCardData(
         **license_metadata(content.weights.get("license")),
         library_name=library,
         pipeline_tag="image-classification",
-        tags=["image-classification", library, "finetune", *["multi-label"] * is_multilabel],
+        tags=["image-classification", *tags, *["multi-label"] * is_multilabel],
         datasets=[content.dataset_id],
         metrics=["mean_average_precision", "f1"] if is_multilabel else ["accuracy"],
         base_model=base if on_hub else None,
@@ -283,29 +299,31 @@ def _usage_section(content: CardContent) -> list[str]:
     name = content.repository or load_name
     multilabel = content.is_multilabel
     extra_argument = ', function_to_apply="sigmoid"' if multilabel else ""
-    return [
-        "## Use",
-        "",
-        "```python",
-        "import finetune",
-        f'model = finetune.Classifier.load("{load_name}")',
-        'model.predict("photo.jpg", top_k=3)' + "  # its labels, and the top three" * multilabel,
-        "```",
-        "",
-        "```python",
-        "import timm",
-        f'model = timm.create_model("{where}", pretrained=True).eval()',
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-        *["# labels of an image: model(transform(image)[None]).sigmoid() >= thresholds"]
-        * multilabel,
-        "```",
-        "",
-        "```python",
-        "from transformers import pipeline",
-        f'pipeline("image-classification", model="{name}"{extra_argument})("photo.jpg")',
-        "```",
-        "",
-    ]
+    code = {
+        "finetune": [
+            "import finetune",
+            f'model = finetune.Classifier.load("{load_name}")',
+            'model.predict("photo.jpg", top_k=3)'
+            + "  # its labels, and the top three" * multilabel,
+        ],
+        "timm": [
+            "import timm",
+            f'model = timm.create_model("{where}", pretrained=True).eval()',
+            "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+            *["# labels of an image: model(transform(image)[None]).sigmoid() >= thresholds"]
+            * multilabel,
+        ],
+        "transformers": [
+            "from transformers import pipeline  # needs timm, too",
+            f'pipeline("image-classification", model="{name}"{extra_argument})("photo.jpg")',
+        ],
+    }
+    lines = ["## Use", ""]
+    if not content.libraries:
+        lines += ["timm and transformers cannot run this network; install finetune-vision.", ""]
+    for library in ("finetune", *content.libraries):
+        lines += ["```python", *code[library], "```", ""]
+    return lines
 
 
 def _results_section(content: CardContent) -> list[str]:

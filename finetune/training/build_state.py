@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from timm.utils import ModelEmaV3
 
 from finetune.errors import RecipeError
+from finetune.models.architectures.transformers_classifier import TransformersClassifier
 from finetune.precision import autocast_dtype
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
@@ -74,6 +75,9 @@ def build_trainer_state(
     )
     if is_compiled:
         network.compile()
+    if accelerator.ddp_handler is not None and isinstance(network, TransformersClassifier):
+        # its logits may not depend on all parameters, such as SigLIP's pooling head
+        accelerator.ddp_handler.find_unused_parameters = True
     model, prepared_optimizer = accelerator.prepare(network, optimizer)
     return TrainerState(
         setup,

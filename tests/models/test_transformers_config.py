@@ -49,7 +49,9 @@ def test_class_names_are_ordered_by_index(tmp_path: Path) -> None:
     assert path is None
     assert weights.class_names == ["a", "b"]
     assert weights.config["num_classes"] == 2
-    assert weights.model_args == {"transformers_config": {"model_type": "cvt"}}
+    assert weights.model_args == {
+        "transformers_config": {"model_type": "cvt", "architectures": ["X"]}
+    }
     default_names = write_config(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
     assert resolve_classifier(default_names, pretrained=False)[0].class_names is None
 

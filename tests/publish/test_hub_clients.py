@@ -57,9 +57,22 @@ DEFAULT = {
     "crop_mode": "squash",
 }
 PADDED = {**DEFAULT, "crop_mode": "border"}
-PREPROCESSING = {"public": DEFAULT, "pinned": OVERRIDDEN, "private": OVERRIDDEN, "several": PADDED}
+PREPROCESSING = {
+    "public": DEFAULT,
+    "pinned": OVERRIDDEN,
+    "private": OVERRIDDEN,
+    "several": PADDED,
+    "transformers": DEFAULT,
+}
 MULTILABEL_OVERRIDES = ["data.task=multilabel", "data.source=embedded:digit_pairs"]
 MODELS = list(PREPROCESSING)
+CLIENTS = ["timm", "transformers", "finetune"]
+COMBINATIONS = [
+    (client, model)
+    for client in CLIENTS
+    for model in MODELS
+    if (client, model) != ("timm", "transformers")
+]
 # The documented tolerance; the same weights in the same code give no difference at all.
 TOLERANCE = 1e-5
 
@@ -97,6 +110,26 @@ def confidences(model: Classifier, path: Path) -> list[float]:
     return [scores[name] for name in model.class_names]
 
 
+def save_vit_of_transformers(folder: Path) -> str:
+    """Save a tiny ViT for images of 64 px with transformers. Returns: its name."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=64,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    network = transformers.AutoModelForImageClassification.from_config(config)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    network.save_pretrained(folder)
+    processor = transformers.ViTImageProcessor(size={"height": 64, "width": 64}, resample=3)
+    processor.save_pretrained(folder)
+    return f"transformers:{folder}"
+
+
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator[Pushed]:
     """Push the first run, also as a private model, then the second to the same repository."""
@@ -106,6 +139,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator
         ("resize(40) | center_crop(32)", PREPROCESSING_OVERRIDES),
         ("resize", []),
         ("resize(fit='contain') | center_crop(fill='mean')", MULTILABEL_OVERRIDES),
+        ("resize", [f"model.name={save_vit_of_transformers(top / 'vit')}"]),
     ]
     for number, (transform_spec, overrides) in enumerate(run_configs):
         path = top / f"recipe-{number}.yaml"
@@ -125,15 +159,17 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator
         push(runs[0], "alice/secret", private=True)
         push(runs[1], "alice/digits")
         push(runs[2], "alice/pairs")
+        push(runs[3], "alice/vit")
         targets = [
-            ("alice/digits", None),
-            ("alice/digits", first["commit"]),
-            ("alice/secret", None),
+            ("alice/digits", None, CLIENTS),
+            ("alice/digits", first["commit"], CLIENTS),
+            ("alice/secret", None, CLIENTS),
+            ("alice/pairs", None, CLIENTS),
+            ("alice/vit", None, CLIENTS[1:]),
         ]
-        targets += [("alice/pairs", None)]
         setup = {"models": targets, "images": str(top / "images.pt"), "picture": str(image)}
         (top / "job.json").write_text(json.dumps(setup))
-        classifiers = dict(zip(MODELS, (models[1], models[0], models[0], models[2]), strict=True))
+        classifiers = dict(zip(MODELS, (models[1], models[0], models[0], *models[2:]), strict=True))
         yield Pushed(
             hub=hub,
             setup=top / "job.json",
@@ -148,7 +184,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator
 
 @pytest.fixture(scope="module")
 def loaded(pushed: Pushed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Load each of MODELS with each client in turn, in a separate process."""
+    """Load each of MODELS, and run its card's code, with each client in turn, in a new process."""
     home = tmp_path_factory.mktemp("loaded")
     script = Path(__file__).parents[1] / "hub_clients.py"
     completed = subprocess.run(
@@ -165,45 +201,52 @@ def loaded(pushed: Pushed, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
-@pytest.fixture(scope="module", params=["timm", "transformers", "finetune"])
-def client_outputs(
-    request: pytest.FixtureRequest, loaded: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """The outputs of one client for each of MODELS."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return dict(zip(MODELS, loaded[request.param], strict=True))
+@pytest.fixture(params=COMBINATIONS, ids="-".join)
+def client_and_model(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A client, and one of MODELS that it can load."""
+    client, model_name = request.param
+    if importlib.util.find_spec(client) is None:
+        pytest.skip(f"{client} is not installed")
+    return client, model_name
 
 
-@pytest.mark.parametrize("model_name", MODELS)
+@pytest.fixture
+def model_name(client_and_model: tuple[str, str]) -> str:
+    return client_and_model[1]
+
+
+@pytest.fixture
+def client_output(client_and_model: tuple[str, str], loaded: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of the client for the model."""
+    client, model_name = client_and_model
+    output: dict[str, Any] = loaded[client][MODELS.index(model_name)]
+    return output
+
+
 class TestEveryClient:
-    def test_same_logits(self, client_outputs: Any, pushed: Pushed, model_name: str) -> None:
-        found = torch.tensor(client_outputs[model_name]["logits"])
+    def test_same_logits(self, client_output: Any, pushed: Pushed, model_name: str) -> None:
+        found = torch.tensor(client_output["logits"])
         torch.testing.assert_close(found, pushed.logits[model_name], rtol=0, atol=TOLERANCE)
 
-    def test_same_labels_in_order(
-        self, client_outputs: Any, pushed: Pushed, model_name: str
-    ) -> None:
-        assert client_outputs[model_name]["labels"] == pushed.labels
+    def test_same_labels_in_order(self, client_output: Any, pushed: Pushed) -> None:
+        assert client_output["labels"] == pushed.labels
 
-    def test_same_preprocessing_config(
-        self, client_outputs: Any, pushed: Pushed, model_name: str
-    ) -> None:
-        found = client_outputs[model_name]["preprocessing"]
+    def test_same_preprocessing_config(self, client_output: Any, model_name: str) -> None:
+        found = client_output["preprocessing"]
         expected = PREPROCESSING[model_name]
         assert {key: found[key] for key in expected} == expected
 
     def test_same_confidences_for_an_image(
-        self, client_outputs: Any, pushed: Pushed, model_name: str
+        self, client_output: Any, pushed: Pushed, model_name: str
     ) -> None:
-        found = np.array(client_outputs[model_name]["confidences"])
+        found = np.array(client_output["confidences"])
         # the preprocessed pixels differ by less than one level, see below
         np.testing.assert_allclose(found, pushed.confidences[model_name], rtol=0, atol=1e-4)
 
     def test_same_preprocessed_pixels(
-        self, client_outputs: Any, pushed: Pushed, model_name: str
+        self, client_output: Any, pushed: Pushed, model_name: str
     ) -> None:
-        found_CHW = torch.tensor(client_outputs[model_name]["prepared"])
+        found_CHW = torch.tensor(client_output["prepared"])
         std = torch.tensor(PREPROCESSING[model_name]["std"])[:, None, None]
         bytes_CHW = (found_CHW - pushed.prepared[model_name]) * std * 255
         # PIL rounds to whole levels after each axis; the pipeline does not round
@@ -227,3 +270,6 @@ def test_pushed_files_and_cards(pushed: Pushed) -> None:
     secret = pushed.hub.files("alice/secret")
     assert 'create_model("hf-hub:alice/secret"' in secret["README.md"].decode()
     assert len(pushed.hub.commits("alice/digits")) == 3
+    card = ModelCard(pushed.hub.files("alice/vit")["README.md"].decode())
+    assert card.data.to_dict()["library_name"] == "transformers"
+    assert "timm.create_model" not in card.text

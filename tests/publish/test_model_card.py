@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ RECIPE = parse_recipe(
     "data: {source: 'hub:uoft-cs/cifar10@main:plain_text'}\n"
     "optim: {lr: 1e-3, steps: 5}\n"
 )
+OWN_ARCHITECTURES = ["shiftvit_tiny_patch4_48", "vit_scratch_large_patch8_32", "vit_hybrid"]
 TEST = {"examples": 355, "top1": 0.98765, "top5": 1.0, "loss": 0.1, "ece": 0.02}
 WEIGHTS = {
     "source": "vit_base_patch16_224.augreg_in21k",
@@ -46,6 +48,7 @@ def card_content(**changes: Any) -> CardContent:
         },
         "results": {"steps": 5, "best_step": 4, "test": TEST},
         "config": {
+            "architecture": "vit_base_patch16_224",
             "label_names": [f"class {i}" for i in range(40)],
             "pretrained_cfg": {
                 "input_size": [3, 384, 384],
@@ -197,6 +200,17 @@ def test_card_has_usage_results_and_provenance() -> None:
     ):
         assert part in text, part
     assert "](reliability.png)" not in text
+
+
+@pytest.mark.parametrize("architecture", OWN_ARCHITECTURES)
+def test_networks_that_only_finetune_has(architecture: str) -> None:
+    """timm and transformers would fail with "Unknown model"."""
+    text = render_card(card_content(config={**card_content().config, "architecture": architecture}))
+    metadata = ModelCard(text).data.to_dict()
+    assert metadata["library_name"] == "finetune"
+    assert metadata["tags"] == ["image-classification", "finetune"]
+    assert re.findall("^(?:import|from) (.*)", text, re.MULTILINE) == ["finetune"]
+    assert "finetune-vision" in text
 
 
 def test_embedded_recipe_equals_the_recipe() -> None:

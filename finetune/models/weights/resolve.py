@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import split_model_name_tag
+from torch import Tensor
 
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import file_sha256
@@ -23,6 +25,7 @@ from finetune.models.weights.read import read_tensors
 from finetune.models.weights.rename import rename_tensors
 from finetune.models.weights.timm_config import (
     Weights,
+    check_memory,
     drop_source_keys,
     read_timm_config,
     registered_config,
@@ -217,13 +220,7 @@ def _from_hub(name: str, pretrained: bool) -> Weights:
 
 def _from_transformers(name: str, pretrained: bool) -> Weights:
     weights, path, sha256 = transformers_config.resolve_classifier(name, pretrained=pretrained)
-    if path is None:
-        return weights
-    weights = _add_tensors(path, weights, sha256)
-    state = transformers_classifier.convert_state_dict(
-        weights.state or {}, weights.model_args, source=name
-    )
-    return replace(weights, state=state)
+    return weights if path is None else _add_tensors(path, weights, sha256)
 
 
 def _from_package(name: str, pretrained: bool) -> Weights:
@@ -323,5 +320,23 @@ def _add_tensors(
     if path.suffix == ".npz":
         _, npz_args, tensors = google_npz.convert_checkpoint(tensors, source=path.name, args={})
         model_args = {**npz_args, **model_args}
+    elif weights.architecture == transformers_classifier.ARCHITECTURE:
+        tensors = _convert_transformers_tensors(tensors, weights)
+    # transformers' TimmWrapper saves networks of timm under this name
+    tensors = {name.removeprefix("timm_model."): value for name, value in tensors.items()}
     provenance = {**weights.provenance, **file}
     return replace(weights, model_args=model_args, state=tensors, provenance=provenance)
+
+
+def _convert_transformers_tensors(
+    tensors: Mapping[str, Tensor], weights: Weights
+) -> dict[str, Tensor]:
+    """Check that the network fits into memory, then let transformers load the tensors."""
+    source, num_classes = weights.provenance["source"], weights.config.get("num_classes")
+    with torch.device("meta"):
+        network = timm.create_model(
+            weights.architecture, num_classes=num_classes or 0, **weights.model_args
+        )
+    check_memory(network, source)
+    state: dict[str, Tensor] = network.convert_state_dict(tensors, source=source)
+    return state

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import timm
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from timm.models import PretrainedCfg, split_model_name_tag
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import open_regular_file
+from finetune.formatting import format_bytes
+from finetune.host_resources import total_memory_bytes
+from finetune.models.architectures import transformers_classifier
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "Temperature",
     "Thresholds",
     "Weights",
+    "check_memory",
+    "check_model_args",
     "drop_source_keys",
     "has_huge_value",
     "is_image_size",
@@ -166,6 +171,9 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))
     config = drop_source_keys(config)
     validate_config(PretrainedConfig, config, label)
+    model_args = entries.model_args or {}
+    if architecture == transformers_classifier.ARCHITECTURE:
+        model_args = {"transformers_config": transformers_classifier.network_config(content)}
     names = content.get("label_names") or pretrained_cfg.get("label_names") or content.get("labels")
     multilabel = content.get("problem_type") == MULTILABEL_PROBLEM_TYPE
     classes = config.get("num_classes")
@@ -185,7 +193,7 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
         temperature=temperature,
         multilabel=multilabel,
         thresholds=thresholds,
-        model_args=_read_model_args(entries.model_args or {}, label),
+        model_args=check_model_args(model_args, label),
         config=config,
         provenance={"source": source, **provenance, "license": config.get("license")},
         from_config=True,
@@ -220,6 +228,23 @@ def has_huge_value(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(has_huge_value, value))
     return isinstance(value, int | float) and not -MAX_ARGUMENT <= value <= MAX_ARGUMENT
+
+
+def check_memory(network: nn.Module, source: str) -> None:
+    """Raise WeightsError if a network on the meta device would need more memory than there is.
+
+    Args:
+        network: the network that an untrusted config.json describes.
+        source: name of the weights as the user gave it.
+    """
+    available = total_memory_bytes()
+    needed = sum(tensor.nbytes for tensor in network.state_dict().values())
+    if needed > available:
+        raise WeightsError(
+            f"{source}: the network's tensors need {format_bytes(needed)}, but this machine has "
+            f"{format_bytes(available)} of memory; make the network smaller",
+            code="weights.too_large",
+        )
 
 
 # --- valid values of a config.json; keys that are not listed are not checked ----------------------
@@ -298,8 +323,15 @@ def _wrong_value_error(label: str, key: str, value: object, expected: str) -> We
     return WeightsError(f"{label}: {key}: {text}; expected {expected}", code="weights.wrong_config")
 
 
-def _read_model_args(args: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Validate the model_args; return them without those that build_model() sets itself."""
+def check_model_args(args: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Validate untrusted keyword arguments of timm.create_model().
+
+    Args:
+        args: the keyword arguments.
+        label: name of the file in messages.
+    Returns: the arguments without those that build_model() sets itself.
+    Raises: WeightsError that names the first invalid argument.
+    """
     args = {key: value for key, value in args.items() if key != "num_classes"}
     if args.get("in_chans") in (3, None):
         args.pop("in_chans", None)

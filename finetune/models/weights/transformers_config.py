@@ -6,7 +6,6 @@ The classifier's name is `transformers:owner/name@revision` or `transformers:FOL
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +17,15 @@ from finetune.errors import WeightsError, did_you_mean
 from finetune.hub.download import download_first, download_hub_file
 from finetune.models.architectures.transformers_classifier import (
     ARCHITECTURE,
-    CLASSIFIER_NAME,
-    DROPPED_CONFIG_KEYS,
-    classifier_classes,
+    classifier_types,
+    network_config,
 )
-from finetune.models.weights.timm_config import Weights, read_untrusted_json, validate_config
+from finetune.models.weights.timm_config import (
+    Weights,
+    check_model_args,
+    read_untrusted_json,
+    validate_config,
+)
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = ["TRANSFORMERS_PREFIX", "ClassifierConfig", "ProcessorConfig", "resolve_classifier"]
@@ -58,6 +61,7 @@ class ClassifierConfig(BaseModel):
     model_config = ConfigDict(protected_namespaces=())  # for the name model_type
 
     model_type: str
+    architectures: list[str] | None = None
     id2label: dict[int, Any] | None = None
     num_labels: Annotated[int, Field(ge=0)] | None = None
     image_size: _ImageSize = None
@@ -144,16 +148,16 @@ def _parse_config(
     content: Mapping[str, Any], processor: Mapping[str, Any], provenance: dict[str, Any]
 ) -> Weights:
     """Convert a config.json and a preprocessor_config.json to `Weights` without tensors."""
-    if "model_type" not in content:
+    source = provenance["source"]
+    if "model_type" not in content or "architecture" in content:
         raise WeightsError(
-            f"{provenance['source']}: config.json has no model_type, so it is not in transformers' "
-            f"format; for timm's format write hf-hub:owner/name, or the folder without a prefix",
+            f"{source}: config.json is in timm's format; write hf-hub:owner/name, or the folder "
+            f"without a prefix",
             code="weights.wrong_format",
         )
-    source = provenance["source"]
     config = validate_config(ClassifierConfig, content, f"{source}: config.json")
     processor_config = validate_config(ProcessorConfig, processor, f"{source}: {PROCESSOR_FILE}")
-    known = classifier_classes()
+    known = classifier_types()
     if config.model_type not in known:
         close = did_you_mean(config.model_type, known) or "; choose another network"
         raise WeightsError(
@@ -165,20 +169,19 @@ def _parse_config(
     # transformers omits the labels from config.json for its default of two classes
     num_labels = 2 if config.num_labels is None else config.num_labels
     has_default_names = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
-    parameters = inspect.signature(known[config.model_type]().forward).parameters
-    network = {k: v for k, v in content.items() if k not in DROPPED_CONFIG_KEYS and v is not None}
+    # fail now, not after training, when the saved model is read
+    model_args = {"transformers_config": network_config(content)}
     return Weights(
         architecture=ARCHITECTURE,
-        model_args={"transformers_config": network},
+        model_args=check_model_args(model_args, f"{source}: config.json"),
         config={
             **_convert_preprocessing(config, processor_config, processor),
-            "classifier": f"network.{CLASSIFIER_NAME}",
             "num_classes": len(names) or num_labels,
-            "fixed_input_size": "image_size" in content
-            and "interpolate_pos_encoding" not in parameters,
+            "fixed_input_size": True,
         },
         class_names=None if has_default_names else names,
         provenance=provenance,
+        from_config=True,
     )
 
 

@@ -64,7 +64,7 @@ def build_model(
     class_names: Sequence[str] | None = None,
     pretrained: bool = True,
     image_size: int | tuple[int, int] | None = None,
-    posemb: str = "paper",
+    posemb: str = "auto",
     head_init: str | None = "zeros",
     freeze: str | int = "none",
     adapter: Mapping[str, Any] | None = None,
@@ -85,7 +85,8 @@ def build_model(
             classes by name.
         pretrained: False builds the same network with random weights.
         image_size: pixels, or (height, width); None uses the image size of the weights.
-        posemb: how to resize position embeddings, "paper" or "timm".
+        posemb: how to resize position embeddings: one of RESIZE_METHODS, or "auto" for the method
+            that suits the weights.
         head_init: initialization of a new head: "zeros", "default" (timm's), "keep" or None; see
             `_init_head`.
         freeze: "none", "backbone" (all but the head), or a number n: all embeddings and the first
@@ -106,6 +107,7 @@ def build_model(
     """
     _check_arguments(args := args or {}, posemb)
     weights = resolve_weights(name, pretrained=pretrained, args=args, rename=rename)
+    posemb = weights.resize_method if posemb == "auto" else posemb
     model_args, size = _resolve_model_args(weights, args, image_size)
     rates = {"dropout": dropout, "attention_dropout": attention_dropout, "drop_path": drop_path}
     keep_head = num_classes is None
@@ -127,7 +129,9 @@ def build_model(
         if keep_head
         else {"class_names": None, "multilabel": multilabel}
     )
-    return BuiltModel(model, weights.architecture, model_args, preprocessing, provenance, **head)
+    return BuiltModel(
+        model, weights.architecture, model_args, preprocessing, provenance, posemb=posemb, **head
+    )
 
 
 def _pretrained_head(weights: Weights, num_classes: int) -> dict[str, Any]:
@@ -210,9 +214,9 @@ def _provenance(model: nn.Module, weights: Weights, **changes: Any) -> dict[str,
 
 def _check_arguments(args: Mapping[str, Any], posemb: str) -> None:
     """Check `posemb` and `args`; one RecipeError lists all problems of `args`."""
-    if posemb not in RESIZE_METHODS:
+    if posemb not in ("auto", *RESIZE_METHODS):
         raise RecipeError(
-            f"model.posemb: unknown '{posemb}'; use one of: {', '.join(RESIZE_METHODS)}",
+            f"model.posemb: unknown '{posemb}'; use one of: auto, {', '.join(RESIZE_METHODS)}",
             code="recipe.unknown_name",
         )
     problems: list[tuple[str, str]] = []  # (message, error code); the first code is raised

@@ -49,6 +49,7 @@ class BuiltModel:
         multilabel: True if the network predicts any number of labels per image.
         thresholds: one per class; a class is predicted if sigmoid(logit) is at least its threshold.
             None for a new head, or if the weights are not calibrated.
+        posemb: how to resize the position embeddings to another image size.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class BuiltModel:
     temperature: float | None = None
     multilabel: bool = False
     thresholds: list[float] | None = None
+    posemb: str = "timm"
 
 
 def save_model(
@@ -107,7 +109,6 @@ def save_model(
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if temperature is not None:
-        # an additional key: timm and transformers ignore keys that they do not know
         config["calibration"] = {"temperature": float(temperature), "split": "val"}
     if multilabel:
         config["problem_type"] = MULTILABEL_PROBLEM_TYPE
@@ -121,6 +122,8 @@ def _hub_config(
     built: BuiltModel, class_names: Sequence[str], preprocessing: Preprocessing
 ) -> dict[str, Any]:
     source = dict(getattr(built.model, "pretrained_cfg", {}))
+    # timm and transformers ignore keys that they do not know
+    posemb = {"posemb": built.posemb} if hasattr(built.model, "pos_embed") else {}
     keys = ["architecture", "fixed_input_size", "first_conv", "classifier"]
     if built.provenance.get("pretrained"):
         keys += ["tag", "license"]  # of the pretrained weights
@@ -141,5 +144,6 @@ def _hub_config(
         "num_features": getattr(built.model, "num_features", None),
         "label_names": list(class_names),
         "model_args": {k: v for k, v in built.model_args.items() if k not in TRAINING_ONLY_ARGS},
+        **posemb,
         "pretrained_cfg": pretrained_cfg,
     }

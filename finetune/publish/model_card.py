@@ -180,9 +180,10 @@ def render_adapter_card(content: CardContent) -> str:
 def _adapter_usage_section(content: CardContent) -> list[str]:
     """Code that loads the adapter onto its base model, built by timm if possible."""
     model, classes = content.recipe.model, len(content.config.get("label_names") or [])
-    from_timm = _is_in_timm(model.name.partition(".")[0]) and not content.weights.get("posemb")
-    changes = model.model_dump(include={"args", "rename", "image_size", "posemb"})
-    if from_timm and not model.args and not model.rename:
+    changes = model.model_dump(include={"args", "rename", "image_size"})
+    if (method := content.weights.get("posemb")) != "none":
+        changes["posemb"] = method
+    if _is_in_timm(model.name.partition(".")[0]) and not any(changes.values()):
         lines = ["import timm"]
         base = f'timm.create_model("{model.name}", pretrained=True, num_classes={classes})'
     else:

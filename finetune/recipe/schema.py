@@ -118,10 +118,11 @@ class ModelSection(Section):
     image_size: ImageSize | None = Field(
         None, description="pixels, or [height, width]; null: the size of the pretrained weights"
     )
-    posemb: Literal["paper", "timm"] = Field(
-        "paper",
-        description="how to resize position embeddings: paper (bilinear, aligned corners) or "
-        "timm (bicubic, antialiased)",
+    posemb: Literal["auto", "paper", "timm", "dinov2"] = Field(
+        "auto",
+        description="how to resize position embeddings: paper (bilinear, aligned corners), timm "
+        "(bicubic, antialiased) or dinov2 (bicubic, as in DINOv2's own code); auto: paper for "
+        "weights from Google and the embedded ones, timm for others",
     )
     head_init: Literal["keep", "zeros", "default"] | None = Field(
         None,

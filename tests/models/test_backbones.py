@@ -134,7 +134,8 @@ def test_resizing_equals_timm(key: str, tmp_path: Path) -> None:
         torch.testing.assert_close(state[name], tensor, atol=1e-6, rtol=0)
     batch = random_images(size)
     torch.testing.assert_close(compute_logits(ours, batch), compute_logits(timm_model, batch))
-    num_prefix_tokens, paper_resized = FAMILIES[key][2], build_model(folder, image_size=size)
+    num_prefix_tokens = FAMILIES[key][2]
+    paper_resized = build_model(folder, image_size=size, posemb="paper")
     assert paper_resized.provenance["posemb"] == ("none" if num_prefix_tokens is None else "paper")
     if num_prefix_tokens is not None:
         pos_embed: Any = built.model.pos_embed

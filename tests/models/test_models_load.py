@@ -50,7 +50,7 @@ class TestImageSize:
     ) -> None:
         folder = save_random_network(tmp_path, key)
         source_table = load_file(f"{folder}/model.safetensors")["pos_embed"]
-        built = build_model(folder, image_size=(8 * grid[0], 8 * grid[1]))
+        built = build_model(folder, image_size=(8 * grid[0], 8 * grid[1]), posemb="paper")
         resized_table = built.model.pos_embed
         num_prefix_tokens = source_table.shape[1] - 16
         num_prefix_by_key = {"vit": 1, "vit_average": 1, "representation": 1, "distilled": 2}
@@ -61,6 +61,16 @@ class TestImageSize:
         assert built.provenance["posemb"] == "paper"
         assert built.preprocessing.image_size == (8 * grid[0], 8 * grid[1])
         assert compute_logits(built.model, random_images(built.preprocessing.image_size)).any()
+
+    @pytest.mark.parametrize("saved, expected", [("dinov2", "dinov2"), ("auto", "paper")])
+    def test_posemb_auto_resizes_as_the_weights_say(
+        self, saved: str, expected: str, tmp_path: Path
+    ) -> None:
+        source = build_network("vit", posemb=saved)  # its tag in timm's registry is Google's
+        built = build_model(save_network(tmp_path / "net", source), image_size=48)
+        assert built.provenance["posemb"] == expected
+        table = resize_posemb(source.model.pos_embed, (6, 6), method=expected)
+        assert torch.equal(built.model.pos_embed, table)
 
     def test_oblong_position_grids(self, tmp_path: Path) -> None:
         oblong = build_model(save_random_network(tmp_path, "vit"), image_size=(16, 72))
@@ -79,8 +89,10 @@ class TestImageSize:
         folder = save_random_network(tmp_path, "swin")
         args = {"window_size": 8}
         ours = build_model(folder, image_size=64, args=args)
-        assert ours.provenance["posemb"] == "timm"
+        assert "does not apply" not in caplog.text
+        build_model(folder, image_size=64, posemb="paper", args=args)
         assert "does not apply" in caplog.text
+        assert ours.provenance["posemb"] == "timm"
         timm_model = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=64, **args)
         x = random_images(64)
         assert torch.equal(compute_logits(timm_model, x), compute_logits(ours.model, x))

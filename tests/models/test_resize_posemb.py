@@ -6,12 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from refusals import refused
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from finetune.models.weights.resize_posemb import resize_posemb, square_grid
+from finetune.models.weights.resize_posemb import (
+    RESIZE_METHODS,
+    default_resize_method,
+    resize_posemb,
+    square_grid,
+)
 
 # float32 input and output, float64 between: half a unit in the last place of values below 4.
 TOLERANCE = 1e-6
@@ -94,8 +100,21 @@ class TestTimm:
         assert not torch.allclose(resize_posemb(posemb, (24, 24), method="timm"), paper, atol=1e-3)
 
 
-class TestBoth:
-    @pytest.mark.parametrize("method", ["paper", "timm"])
+class TestDinov2:
+    @pytest.mark.parametrize("grid", [(16, 16), (8, 8), (40, 24)])
+    def test_equals_dinov2(self, grid: tuple[int, int]) -> None:
+        posemb = random_posemb(37, 37)
+        table_1Dhw = posemb[:, 1:].transpose(1, 2).reshape(1, -1, 37, 37)
+        scale = ((grid[0] + 0.1) / 37, (grid[1] + 0.1) / 37)
+        expected = torch.nn.functional.interpolate(table_1Dhw, scale_factor=scale, mode="bicubic")
+        resized = resize_posemb(posemb, grid, method="dinov2")
+        torch.testing.assert_close(
+            resized[:, 1:], expected.flatten(2).transpose(1, 2), atol=1e-5, rtol=0
+        )
+
+
+class TestAll:
+    @pytest.mark.parametrize("method", RESIZE_METHODS)
     @pytest.mark.parametrize("num_prefix", [1, 2, 5])
     def test_keeps_prefix_tokens(self, method: str, num_prefix: int) -> None:
         posemb = random_posemb(14, 14, num_prefix=num_prefix)
@@ -103,12 +122,12 @@ class TestBoth:
         assert resized.shape == (1, num_prefix + 54, 8)
         assert torch.equal(resized[:, :num_prefix], posemb[:, :num_prefix])
 
-    @pytest.mark.parametrize("method", ["paper", "timm"])
+    @pytest.mark.parametrize("method", RESIZE_METHODS)
     def test_returns_the_input_for_the_same_grid(self, method: str) -> None:
         posemb = random_posemb(4, 6)
         assert resize_posemb(posemb, (4, 6), method=method, source_grid=(4, 6)) is posemb
 
-    @pytest.mark.parametrize("method", ["paper", "timm"])
+    @pytest.mark.parametrize("method", RESIZE_METHODS)
     def test_resizes_to_another_grid_of_equally_many_patches(self, method: str) -> None:
         posemb = random_posemb(6, 6)
         resized = resize_posemb(posemb, (4, 9), method=method)
@@ -124,6 +143,24 @@ class TestBoth:
             resize_posemb(random_posemb(6, 4), (9, 9))
         with refused("weights.wrong_shape", "(5, 5)"):
             resize_posemb(random_posemb(6, 4), (9, 9), source_grid=(5, 5))
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        ("vit_base_patch16_224.augreg2_in21k_ft_in1k", "paper"),
+        ("vit_base_patch16_224.orig_in21k", "paper"),
+        ("vit_base_r50_s16_224.orig_in21k", "paper"),
+        ("vit_base_patch16_siglip_256.v2_webli", "paper"),
+        ("vit_base_patch14_dinov2.lvd142m", "timm"),
+        ("vit_base_patch16_224.mae", "timm"),
+        ("vit_base_patch16_clip_224.openai", "timm"),
+        ("deit3_base_patch16_224.fb_in1k", "timm"),
+    ],
+)
+def test_default_method_of_pretrained_weights(name: str, method: str) -> None:
+    assert timm.get_pretrained_cfg(name, allow_unregistered=False) is not None
+    assert default_resize_method(*name.split(".")) == method
 
 
 def test_square_grid() -> None:

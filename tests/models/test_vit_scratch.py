@@ -394,7 +394,7 @@ class TestBuildModel:
             with refused("weights.wrong_shape", "pos_embed.offsets (33, 8) for (73, 8)"):
                 build_model(folder, num_classes=3, image_size=48)
             return
-        resized = build_model(folder, num_classes=3, image_size=48)
+        resized = build_model(folder, num_classes=3, image_size=48, posemb="paper")
         assert torch.equal(compute_logits(resized.model, random_images(48)), torch.zeros(2, 3))
         state_before, state_after = built.model.state_dict(), resized.model.state_dict()
         unchanged_names = [

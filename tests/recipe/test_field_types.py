@@ -34,7 +34,7 @@ WRONG_VALUES: dict[str, list[tuple[str, str, str]]] = {
         ("no", "'none', 'backbone'", "no, which YAML reads as a boolean; quote"),
         ("-1", "'none', 'backbone'", "-1"),
     ],
-    "model.posemb": [("papre", "'paper' or 'timm'", "'papre'; did you mean 'paper'?")],
+    "model.posemb": [("papre", "'paper', 'timm' or 'dinov2'", "'papre'; did you mean 'paper'?")],
     "model.head_init": [("kept", "'keep'", "'kept'; did you mean 'keep'?")],
     "model.dropout": [("1", "below 1", "1")],
     "model.args": [("[3]", "a mapping", "[3]"), ("{a: [.nan]}", "finite numbers", "a mapping")],

@@ -22,7 +22,7 @@ class TestLoading:
     def test_defaults(self) -> None:
         recipe = parse_recipe(BASE_RECIPE)
         assert recipe.model.pretrained is True
-        assert recipe.model.posemb == "paper"
+        assert recipe.model.posemb == "auto"
         assert recipe.data.batch_size == 64
         assert recipe.data.val_fraction == 0.1
         assert recipe.optim.name == "adamw"

@@ -35,10 +35,10 @@ def load_weights(
     Args:
         weights: pretrained weights; if their `state` is None, the network is returned unchanged.
         create_args: keyword arguments that created `model`, including `num_classes`.
-        posemb: method for position embeddings, "paper" or "timm".
+        posemb: method for position embeddings, one of RESIZE_METHODS.
         keep_head: True loads the pretrained head, False keeps the head of `model`.
     Returns: the network with the weights (a new one if timm loaded them), and how position
-        embeddings were resized: "none", "paper" or "timm".
+        embeddings were resized: "none" or one of RESIZE_METHODS.
     Raises: WeightsError with the names of the tensors that do not match.
     """
     if weights.state is None:

@@ -279,7 +279,7 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         )
         config = google_npz.google_pretrained_config(architecture, model_args, state)
         provenance |= {"file": path.name, "sha256": file_sha256(path)}
-        weights = Weights(architecture, model_args, config, state, None, provenance)
+        weights = Weights(architecture, model_args, config, state, None, provenance, posemb="paper")
         return weights if pretrained else replace(weights, state=None)
     config_path, checksums = path.with_name("config.json"), None
     if given is not None:

@@ -18,6 +18,7 @@ from finetune.files import open_regular_file
 from finetune.formatting import format_bytes
 from finetune.host_resources import total_memory_bytes
 from finetune.models.architectures import transformers_classifier
+from finetune.models.weights.resize_posemb import default_resize_method
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
 __all__ = [
@@ -88,6 +89,8 @@ class Weights:
         thresholds: one per class; a class is predicted if its score is at least its threshold. None
             if they were not fitted.
         from_config: True if model_args and config were read from a config.json.
+        posemb: how to resize the position embeddings, one of RESIZE_METHODS; None if it follows
+            from the architecture and the tag.
     """
 
     architecture: str
@@ -100,11 +103,17 @@ class Weights:
     multilabel: bool = False
     thresholds: list[float] | None = None
     from_config: bool = False
+    posemb: str | None = None
 
     @property
     def pretrained_cfg(self) -> dict[str, Any] | None:
         """Return `pretrained_cfg` for timm.create_model(); None to use timm's default."""
         return {**self.config, "architecture": self.architecture} if self.config else None
+
+    @property
+    def resize_method(self) -> str:
+        """Return the method that suits the position embeddings, one of RESIZE_METHODS."""
+        return self.posemb or default_resize_method(self.architecture, self.config.get("tag"))
 
 
 def read_untrusted_json(path: Path, label: str) -> Any:
@@ -197,6 +206,7 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
         config=config,
         provenance={"source": source, **provenance, "license": config.get("license")},
         from_config=True,
+        posemb=entries.posemb,
     )
 
 
@@ -257,13 +267,14 @@ _Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str
 
 
 class HubConfig(BaseModel):
-    """Entries of a config.json in timm's format that are mappings."""
+    """Valid values of a config.json in timm's format."""
 
     model_config = ConfigDict(protected_namespaces=())  # for the name model_args
 
     pretrained_cfg: dict[str, Any] | None = None
     model_args: dict[str, Any] | None = None
     calibration: dict[str, Any] | None = None
+    posemb: Literal["paper", "timm", "dinov2"] | None = None
 
 
 class PretrainedConfig(BaseModel):

@@ -34,10 +34,10 @@ _SECRET_VARIABLE = re.compile(
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s'\"]+(?=@)")
 # the query, without punctuation of the sentence around the URL
-_URL_QUERY = re.compile(r"(https?://[^?\s'\"<>]*)\?[^\s'\"<>]*[^\s'\"<>:;,.)\]}]")
+_URL_QUERY = re.compile(r"(\w://[^?\s'\"<>]*)\?[^\s'\"<>]*[^\s'\"<>:;,.)\]}]")
 # credentials that have a known form: in the query of a URL, or anywhere
 _CREDENTIAL = re.compile(
-    r"(?i:https?://[^\s'\"<>]*[?&;][\w.-]*"
+    r"(?i:\w://[^\s'\"<>]*[?&;][\w.-]*"
     r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}|\bgithub_pat_\w{30}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"

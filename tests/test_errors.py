@@ -64,7 +64,7 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
         "*** https://***@host/x *** false *** 'https://***@host/x.tar?***': gone; is it /x?"
     )
     assert errors.redact_secrets(redacted) == redacted
-    assert str(errors.DataError("https://me:word@host/x?sig=y")) == "https://***@host/x?***"
+    assert str(errors.DataError("S3://me:word@host/x?sig=y")) == "S3://***@host/x?***"
 
 
 @pytest.mark.parametrize(

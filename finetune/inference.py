@@ -135,8 +135,9 @@ class Classifier:
             `threshold` or `calibrated` does not apply to the model.
         """
         built = build_model(str(model))
+        class_names: list[str] = []
         if with_features and not getattr(built.model, "num_classes", 0):
-            pipeline, class_names = load_eval_pipeline(model, built.preprocessing), []
+            pipeline = load_eval_pipeline(model, built.preprocessing)
         else:
             pipeline, class_names = eval_pipeline_and_class_names(model, built)
         thresholds = _resolve_thresholds(

@@ -85,9 +85,9 @@ def predict(
     from finetune.commands.predict import predict
     from finetune.commands.prediction_output import format_predictions, unreadable_files_error
 
-    files = {"out": out, "sheet": sheet, "features": features}
-    rows = predict(model, paths, **files, **options)
-    return CommandResult(rows, format_predictions(rows, **files), unreadable_files_error(rows))
+    rows = predict(model, paths, out=out, sheet=sheet, features=features, **options)
+    text = format_predictions(rows, out=out, sheet=sheet, features=features)
+    return CommandResult(rows, text, unreadable_files_error(rows))
 
 
 @command("eval", example="finetune eval runs/quickstart --split test --out evaluation")

@@ -86,7 +86,8 @@ class _Magnitudes:
         if name.startswith("Translate"):
             largest: float | FloatArray = self.translate
             if self.translate <= 1:
-                largest = self.translate * sizes[:, 1 if name == "TranslateX" else 0]
+                side = sizes[:, 1 if name == "TranslateX" else 0].astype(np.float64)
+                largest = self.translate * side
         elif name.startswith("Shear"):
             largest = self.shear
         else:

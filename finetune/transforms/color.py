@@ -210,8 +210,8 @@ def adjust_sharpness(
 
 def grayscale(images_B3HW: Tensor, is_gray: npt.NDArray[np.bool_]) -> Tensor:
     """Remove the color of some images in place; `is_gray` is (B,)."""
-    kinds = np.full(len(is_gray), SATURATION)
-    return adjust_brightness_contrast_saturation(images_B3HW, 1.0 - is_gray, kinds)
+    factors, kinds = np.where(is_gray, 0.0, 1.0), np.full(len(is_gray), SATURATION)
+    return adjust_brightness_contrast_saturation(images_B3HW, factors, kinds)
 
 
 def invert(images_B3HW: Tensor) -> Tensor:

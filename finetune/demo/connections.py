@@ -55,10 +55,10 @@ class ConnectionLimits:
 
     def __call__(self, **options: Any) -> Any:
         """Return the protocol for a new connection; uvicorn calls this in its event loop."""
-        if len(self._states) >= self._max_connections:
-            self._close_excess()
         protocol = self._protocol_class(**options)
         self._states[protocol] = _state(protocol), time.monotonic()
+        if len(self._states) > self._max_connections:
+            self._close_excess()
         if self._next_sweep is None:
             loop = asyncio.get_running_loop()
             self._next_sweep = loop.call_later(SWEEP_SECONDS, self._sweep)
@@ -84,8 +84,9 @@ class ConnectionLimits:
                 del self._states[protocol]
             elif (new_state := _state(protocol)) != state:
                 self._states[protocol] = new_state, now
-        if len(self._states) >= self._max_connections:
-            num_excess = len(self._states) - self._max_connections * 7 // 8
+        if len(self._states) > self._max_connections:
+            # close some more, so that not every new connection has to sort all
+            num_excess = len(self._states) - self._max_connections + self._max_connections // 8
             by_phase_and_age = sorted(
                 self._states, key=lambda one: (self._states[one][0][0], self._states[one][1])
             )

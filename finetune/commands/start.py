@@ -166,10 +166,11 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     candidates = _list_candidates(builder, device, download=download)
     key = builder.choice_key(candidates, device)
-    choice = _read_choice(key)
+    choice = None if key is None else _read_choice(key)
     if choice is None:
         choice = _choose(builder, candidates)
-        _write_choice(key, choice)
+        if key is not None:
+            _write_choice(key, choice)
     else:
         name = redact_urls(builder.source.name)
         logger.info(
@@ -298,11 +299,17 @@ class _RecipeBuilder:
         val_fraction = asked.get("data.val_fraction", _choose_val_fraction(opened)[0])
         return cls(opened, inspect_data(opened, val_fraction), overrides, asked)
 
-    def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str:
-        """Return a hash of everything that the choice depends on."""
+    def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str | None:
+        """Return a hash of everything that the choice depends on.
+
+        Returns: None if a later change of the images could go unnoticed.
+        """
+        images_keys = {name: split.cache_key() for name, split in self.source.splits.items()}
+        if None in images_keys.values():
+            return None
         dependencies = [
             *(__version__, torch.__version__, device.type, self.source.class_names),
-            [(name, split.cache_key) for name, split in self.source.splits.items()],
+            images_keys,
             sorted(override for override in self.overrides if not override.startswith("run.")),
             [(each.name, each.image_size) for each in candidates],
         ]

@@ -14,9 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 
-import numpy as np
-from numpy.typing import NDArray
-
 from finetune.formatting import format_percent, pluralize
 from finetune.log import logger
 from finetune.recipe.schema import Recipe
@@ -72,14 +69,12 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     """Return whether training all weights is clearly worse, and whether it is better.
 
     It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if
-    its loss is lower by more than a standard error, and its accuracy is not lower.
+    both accuracy and loss improve by more than a standard error.
     """
-    accuracy_gain, accuracy_error = _mean_and_error(full.correct_N - head.correct_N)
-    loss_gain, loss_error = _mean_and_error(head.loss_N - full.loss_N)
+    gain_N = full.correct_N - head.correct_N
+    # one image more, so that a single one never decides
+    accuracy_gain, accuracy_error = gain_N.sum(), math.sqrt((gain_N**2).sum() + 1)
+    loss_gain_N = head.loss_N - full.loss_N
+    loss_error = loss_gain_N.std() / math.sqrt(len(loss_gain_N))
     is_worse = accuracy_gain + _Z * accuracy_error < 0
-    return is_worse, accuracy_gain >= 0 and loss_gain > loss_error
-
-
-def _mean_and_error(values_N: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of paired differences, and its standard error."""
-    return float(values_N.mean()), float(values_N.std()) / math.sqrt(len(values_N))
+    return is_worse, accuracy_gain > accuracy_error and loss_gain_N.mean() > loss_error

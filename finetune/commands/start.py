@@ -178,7 +178,8 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
             f"again, {choice.score.candidate}"
         )
     if choice.seconds is not None:
-        logger.info(f"training takes about {format_duration(choice.seconds)} here")
+        work = "computing the features" if choice.frozen else "training"
+        logger.info(f"{work} takes about {format_duration(choice.seconds)} here")
     return builder.build(choice)
 
 
@@ -233,7 +234,8 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     seconds = best.forward_seconds * num_images
     frozen = Choice(best, True, epochs=0, reason="", findings=findings, seconds=seconds)
     full = replace(frozen, frozen=False, epochs=builder.usual_epochs())
-    if (is_frozen := builder.frozen_as_asked()) is not None:
+    is_frozen = builder.frozen_as_asked() if best.has_features else False
+    if is_frozen is not None:
         return frozen if is_frozen else replace(full, seconds=None)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
     for score in same_weights:  # the best image size at which all weights can be trained
@@ -254,7 +256,7 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     speedup = score.forward_seconds / smallest.forward_seconds
     trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
     is_full, reason = compare_frozen_and_full(
-        builder.build(replace(frozen, score=smallest), _TRIAL_OVERRIDES).recipe,
+        builder.short_head_recipe(replace(frozen, score=smallest)),
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
         metric="label accuracy" if "data.task" in builder.asked else "top-1 accuracy",
     )
@@ -363,6 +365,13 @@ class _RecipeBuilder:
         ]
         recipe = replace(self, overrides=kept).build(frozen, _TRIAL_OVERRIDES).recipe
         return recipe
+
+    def short_head_recipe(self, choice: Choice) -> Recipe:
+        """Build the recipe of a trial that trains only the classifier, with one evaluation."""
+        recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
+        epochs = 15 if self.stats.num_train * 15 >= _MIN_STEPS * recipe.data.batch_size else 40
+        changes = (f"optim.epochs={epochs}", "optim.warmup_epochs=1", "run.eval_every=1000000")
+        return self.build(choice, [*_TRIAL_OVERRIDES, *changes]).recipe
 
     def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.

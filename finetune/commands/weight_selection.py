@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from finetune.data.feature_loader import FeatureLoader
-from finetune.errors import FinetuneError, RecipeError, is_out_of_memory
+from finetune.errors import FinetuneError, RecipeError, WeightsError, is_out_of_memory
 from finetune.evaluation.feature_extraction import subset_indices
 from finetune.formatting import format_percent, pluralize
 from finetune.log import only_warnings, quiet
@@ -50,10 +50,11 @@ __all__ = [
     "sort_scores",
 ]
 
-MAX_SCORED_IMAGES = 1000
+MAX_SCORED_IMAGES = 1000  # of which the linear classifier uses the first ones
+MAX_FITTED_IMAGES = 500  # its time grows with the third power
 MIN_SCORED_IMAGES = 64  # with fewer, two networks differ by chance
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
-MAX_SECONDS = 30.0  # for all networks
+MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
@@ -92,6 +93,7 @@ class Score:
         forward_seconds: time per image of a forward pass.
         eval_spec: the evaluation transforms.
         has_batch_norm: True if the network has batch norm.
+        has_features: False if the network's features cannot be computed, so it was not scored.
     """
 
     candidate: Candidate
@@ -100,6 +102,7 @@ class Score:
     forward_seconds: float
     eval_spec: str
     has_batch_norm: bool
+    has_features: bool = True
 
     @property
     def rank(self) -> float:
@@ -107,6 +110,10 @@ class Score:
         return self.accuracy - _GAIN_PER_DOUBLING * math.log2(self.forward_seconds)
 
     def __str__(self) -> str:
+        if not self.has_features:
+            return (
+                f"{self.candidate}: not compared, because it has no features before its classifier"
+            )
         measured = f"{format_percent(self.accuracy, 1)} of {pluralize(self.num_images, 'image')}"
         return f"{self.candidate}: {measured} right with frozen features"
 
@@ -146,11 +153,13 @@ def named_candidate(name: str, origin: str) -> Candidate:
 
 
 def image_sizes(pretrained_size: int, median_side: int) -> list[int]:
-    """Return the image sizes to try for a network, in pixels; compare networks at the first one.
+    """Return one or two image sizes to try for a network, in pixels; compare networks at the first.
 
-    First a size that fits the images: smaller than the pretrained size if they have fewer pixels,
-    because enlarged images cost time and contain nothing new. Then the pretrained size, or twice
-    that for a network that was pretrained on tiny images; and a small size for small images.
+    The first one fits the images. It is smaller than the pretrained size if they have fewer pixels,
+    because enlarged images cost time and contain nothing new, but at least 128 pixels, below which
+    such networks lose accuracy. The second one is the pretrained size, or half the first one if
+    even that enlarges the images to twice their size. Networks that were pretrained on tiny images
+    are tried at that size, and at twice that.
 
     Args:
         pretrained_size: side of the images that the weights were trained on.
@@ -162,8 +171,11 @@ def image_sizes(pretrained_size: int, median_side: int) -> list[int]:
     multiple = 28 if pretrained_size % 14 == 0 and pretrained_size % 32 else 32
     fitting = max(_MIN_IMAGE_SIZE, 1.4 * median_side)
     smaller = int(-(-fitting // multiple) * multiple)
-    sizes = [smaller] * (smaller < 0.8 * pretrained_size) + [pretrained_size]
-    return sizes + [smaller // 2 // multiple * multiple] * (median_side <= _MIN_IMAGE_SIZE // 2)
+    if smaller >= 0.8 * pretrained_size:
+        return [pretrained_size]
+    if median_side <= _MIN_IMAGE_SIZE // 2:
+        return [smaller, smaller // 2 // multiple * multiple]
+    return [smaller, pretrained_size]
 
 
 def score_candidates(
@@ -187,12 +199,9 @@ def score_candidates(
     """
     features: list[_Features] = []
     errors: list[Exception] = []
-
     started = time.perf_counter()
 
     def extract(candidate: Candidate) -> None:
-        if features and time.perf_counter() - started > MAX_SECONDS:
-            return
         try:
             features.append(
                 _extract(candidate, build_recipe(candidate), is_optional=bool(features))
@@ -203,11 +212,13 @@ def score_candidates(
             errors.append(error)
 
     def scores() -> list[Score]:
-        num_images = min(len(each.labels) for each in features)
+        num_images = min(MAX_FITTED_IMAGES, *(len(each.labels) for each in features))
         return sort_scores([each.evaluate(num_images) for each in features])
 
     with item_bar(len(candidates), label="compare pretrained networks", unit="network") as progress:
         for candidate in candidates:
+            if features and time.perf_counter() - started > MAX_SECONDS:
+                break
             extract(replace(candidate, image_size=(sizes(candidate) or [candidate.image_size])[0]))
             progress.update()
     if not features:
@@ -251,7 +262,7 @@ def _extract(candidate: Candidate, recipe: Recipe, *, is_optional: bool) -> _Fea
 
     If these are all training images, the run finds the features in the cache.
 
-    Raises: RecipeError if the network has no features, or if it `is_optional` and too slow.
+    Raises: RecipeError if the network `is_optional`, and too slow or without features.
     """
     with quiet():
         accelerator = create_accelerator(recipe.run)
@@ -265,20 +276,32 @@ def _extract(candidate: Candidate, recipe: Recipe, *, is_optional: bool) -> _Fea
     affordable = max(int(MAX_SECONDS_PER_SCORE / seconds), MIN_SCORED_IMAGES)
     order = order[: min(affordable, MAX_SCORED_IMAGES)]
     scored = split if len(order) == len(split) else split.subset(np.sort(order))
+    score = Score(
+        candidate,
+        accuracy=0.0,
+        num_images=0,
+        forward_seconds=seconds,
+        eval_spec=setup.eval_pipeline.transform_spec,
+        has_batch_norm=bool(batch_norm_layers(setup.built.model)),
+    )
     with only_warnings():
-        loader = FrozenBackbone(setup, accelerator).build_loader(scored, train=False)
+        try:
+            loader = FrozenBackbone(setup, accelerator).build_loader(scored, train=False)
+        except WeightsError as error:  # a network without pre-logits
+            if error.code != "weights.unsupported":
+                raise
+            loader = None
     if not isinstance(loader, FeatureLoader):
-        raise RecipeError(f"{candidate}: has no features to compare", code="recipe.unsupported")
+        if is_optional:
+            raise RecipeError(f"{candidate}: has no features", code="recipe.unsupported")
+        unscored = replace(score, has_features=False)
+        return _Features(unscored, np.zeros((len(order), 1), np.float32), split.labels[order])
     # Back to the random order, in which the first images are the same for every candidate.
     readable = loader.store.split
     position = np.full(len(split), len(split))
     position[order] = np.arange(len(order))
     rows = np.argsort(position[subset_indices(readable, split)])
-    values_ND = loader.get_features(rows).cpu().numpy()
-    has_batch_norm = bool(batch_norm_layers(setup.built.model))
-    eval_spec = setup.eval_pipeline.transform_spec
-    score = Score(candidate, 0.0, 0, seconds, eval_spec, has_batch_norm)
-    return _Features(score, values_ND, readable.labels[rows])
+    return _Features(score, loader.get_features(rows).cpu().numpy(), readable.labels[rows])
 
 
 def measure_seconds_per_image(setup: TrainingSetup, *, train: bool) -> float:

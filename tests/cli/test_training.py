@@ -37,6 +37,7 @@ def test_arguments(train: Double) -> None:
     assert main(["train", "mine.yaml", "optim.lr=0.5", "--out", "here", "--resume"]) == 0
     ((args, kwargs),) = train.calls
     assert args == (load_recipe("mine.yaml", ["optim.lr=0.5"]), Path("here"))
+    assert kwargs.pop("seconds_before") > 0
     assert kwargs == {"resume": True, "dry_run": False}
 
 

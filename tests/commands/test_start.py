@@ -164,6 +164,13 @@ class TestChoice:
         start(photos, overrides=overrides)
         assert findings.trials == []
 
+    def test_all_weights_are_trained_if_features_cannot_be_computed(
+        self, photos: str, findings: Findings
+    ) -> None:
+        findings.scores = [replace(findings.scores[0], has_features=False)]
+        assert start(photos).recipe.model.freeze == "none"
+        assert findings.trials == []
+
     def test_trials_neither_push_nor_track(self, photos: str, findings: Findings) -> None:
         overrides = ["run.push_to=someone/net", "run.trackers=[tensorboard]"]
         run = start(photos, overrides=overrides).recipe.run
@@ -253,7 +260,7 @@ OVERRIDES = (
     ("optim.epochs=3", "optim.warmup_epochs=1", "optim.warmup_lr=1e-5", "optim.min_lr=1e-5"),
     ("optim.schedule=step", "optim.step_every=5", "optim.step_factor=0.5", "optim.clip_norm=1"),
     ("optim.label_smoothing=0.1", "optim.class_weights=balanced", "optim.focal_gamma=2"),
-    ("optim.logit_adjustment=1", "optim.ema_decay=0.9", "optim.args={}"),
+    ("optim.logit_adjustment=1", "optim.ema_decay=0.9", "optim.ema_warmup=false", "optim.args={}"),
     ("optim.stages=[{freeze: backbone, epochs: 1, lr: 1e-2}]", "run.best=val.loss"),
     ("run.seed=5", "run.precision=fp32", "run.eval_every=3", "run.save_every=3", "run.threads=1"),
     ("run.log_every=3", "run.keep_checkpoints=3", "run.patience=2", "run.num_processes=2"),

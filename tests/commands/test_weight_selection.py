@@ -21,7 +21,7 @@ from finetune.commands.weight_selection import (
     score_candidates,
     sort_scores,
 )
-from finetune.errors import RecipeError
+from finetune.errors import RecipeError, WeightsError
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 
@@ -32,12 +32,12 @@ NANO = Candidate("embedded:vit_nano", 32, 1e-3, "")
 @pytest.mark.parametrize(
     "pretrained, side, sizes",
     [
-        (224, 32, [128, 224, 64]),  # small images are enlarged
-        (224, 64, [128, 224, 64]),
+        (224, 32, [128, 64]),  # small images are enlarged
+        (224, 64, [128, 64]),
         (224, 80, [128, 224]),
         (224, 400, [224]),
         (518, 160, [224, 518]),  # a ViT with patches of 14 pixels
-        (518, 32, [140, 518, 56]),
+        (518, 32, [140, 56]),
         (384, 100, [160, 384]),
         (32, 32, [32]),
         (32, 200, [32, 64]),
@@ -109,6 +109,17 @@ def test_candidates_that_cannot_be_used_are_skipped() -> None:
         score_candidates([TI], recipe, sizes=lambda candidate: [])
     with pytest.raises(RecipeError):
         score_candidates([wrong_size], recipe, sizes=lambda candidate: [])
+
+
+def test_a_network_without_features_is_used_if_it_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build_loader(*_: object, **__: object) -> None:
+        raise WeightsError("no pre-logits", code="weights.unsupported")
+
+    monkeypatch.setattr(weight_selection.FrozenBackbone, "build_loader", build_loader)
+    scores = score_candidates([NANO, TI], recipe_of, sizes=lambda candidate: [])
+    assert [(score.candidate, score.has_features) for score in scores] == [(NANO, False)]
 
 
 def test_timing_excludes_waiting() -> None:

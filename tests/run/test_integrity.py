@@ -204,7 +204,7 @@ LEFTOVERS = [
     *("checkpoints/.step-00000002.1/model.safetensors", "checkpoints/.doomed-9/state.json"),
     *(".model.00c0ffee.tmp/README.md", ".run.json.1.tmp", ".results.json.22.tmp"),
     *(".metrics.jsonl.1.tmp", ".recipe.yaml.1.tmp", ".report.html.1.tmp"),
-    *(".start.yaml.1.tmp"),
+    ".start.yaml.1.tmp",
 ]
 FOREIGN_FILES = [
     *(

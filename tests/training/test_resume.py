@@ -119,9 +119,9 @@ def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
     (tmp_path / "set/test/a/1.png").rename(tmp_path / "set/test/b/9.png")
     with refused("data.changed", "test"):
         start(run, make_setup(*overrides), resume=True)
+    run.model_folder.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (run.model_folder / name).parent.mkdir(exist_ok=True)
-        (run.model_folder / name).touch()
+        (run.model_folder / name).write_text("{}")
     with refused("data.changed", "test"):
         start(run, make_setup(*overrides), resume=True)
     write_record(run, {**read_record(run), "status": "failed (3)"})

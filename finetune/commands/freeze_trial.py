@@ -24,44 +24,38 @@ __all__ = ["compare_frozen_and_full"]
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side of the mean
 
 
-def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, metric: str) -> tuple[bool, str]:
+def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
     """Train the classifier alone, then all weights, and compare them on the validation split.
 
     The second trial is skipped if the classifier alone leaves nothing to gain, and ends at the
-    first evaluation that is clearly worse. After Ctrl-C, the best so far counts.
+    first evaluation that is clearly worse. After Ctrl-C, the classifier alone wins.
 
     Args:
         frozen: recipe that trains only the classifier.
         full: recipe that trains all weights for a short time.
-        metric: name of the metric, for messages.
+        size: image size of both, for messages.
     Returns: True to train all weights, and the reason.
     """
-    head: TrialEvaluation | None = None
     try:
         *_, head = run_trial(frozen, label="trial 1 of 2: only the classifier")
         accuracy, num_images = float(head.correct_N.mean()), len(head.correct_N)
-        reason = (
-            f"on {pluralize(num_images, 'validation image')}, training only the classifier has "
-            f"{metric} {format_percent(accuracy, 1)}"
-        )
-        logger.info(f"trial 1 of 2: {reason}")
+        images = pluralize(num_images, "validation image")
+        reason = f"{format_percent(accuracy, 1)} of {images} at {size} right with the classifier"
+        logger.info(f"trial 1 of 2: {reason} trained")
         if accuracy + _Z * math.sqrt(accuracy * (1 - accuracy) / num_images) >= 1:
-            return False, f"{reason}, which leaves nothing to gain"
+            return False, f"a trial: {reason} alone, which leaves nothing to gain"
         label = "trial 2 of 2: all weights"
         with contextlib.closing(run_trial(full, label=label, init_from=head.state)) as trial:
             for evaluation in trial:
-                worse, better = _compare(evaluation, head)
-                verdict = (
-                    f"training all weights for a short time has "
-                    f"{format_percent(evaluation.correct_N.mean(), 1)}"
-                )
-                if worse and not evaluation.is_last:
-                    verdict += " and is clearly worse"
+                is_worse, is_better = _compare(evaluation, head)
+                if is_worse:
                     break
-        logger.info(f"trial 2 of 2: {verdict}")
-        return better, f"{reason}; {verdict}"
+        verdict = "clearly better" if is_better else "clearly worse" if is_worse else "not better"
+        accuracy_text = format_percent(evaluation.correct_N.mean(), 1)
+        logger.info(f"trial 2 of 2: {accuracy_text} right with all weights trained, {verdict}")
+        return is_better, f"a trial: {reason} alone, {accuracy_text} with all weights, {verdict}"
     except KeyboardInterrupt:
-        logger.info("the trial was stopped: training only the classifier")
+        logger.info("the trial was stopped: only the classifier will be trained")
         return False, "the trial of training all weights was stopped"
 
 

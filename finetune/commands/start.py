@@ -76,7 +76,7 @@ _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
 # Length of a trial: passes over the data, but at most a fraction of the run.
-_TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 4, 0.25, 10
+_TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
 _CHOICE_NAME = re.compile(r"[0-9a-f]{64}\.json")
 # Overrides that change frozen features, or how they are computed.
@@ -258,7 +258,7 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     is_full, reason = compare_frozen_and_full(
         builder.short_head_recipe(replace(frozen, score=smallest)),
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
-        metric="label accuracy" if "data.task" in builder.asked else "top-1 accuracy",
+        size=smallest.candidate.pixels,
     )
     return replace(full if is_full else frozen, reason=reason)
 

@@ -78,9 +78,13 @@ class Candidate:
     origin: str
 
     def __str__(self) -> str:
+        return f"{self.name} at {self.pixels}"
+
+    @property
+    def pixels(self) -> str:
+        """The image size, for users."""
         size = self.image_size
-        pixels = f"{size} px" if isinstance(size, int) else " × ".join(map(str, size)) + " px"
-        return f"{self.name} at {pixels}"
+        return f"{size} px" if isinstance(size, int) else " × ".join(map(str, size)) + " px"
 
 
 @dataclass(frozen=True)

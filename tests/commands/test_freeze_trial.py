@@ -47,7 +47,7 @@ def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield each
 
         monkeypatch.setattr(freeze_trial, "run_trial", trial)
-        is_full, reason = compare_frozen_and_full("frozen", "full", metric="top-1")
+        is_full, reason = compare_frozen_and_full("frozen", "full", size="32 px")
         assert reason
         return is_full, reached
 

@@ -67,9 +67,9 @@ class Findings:
         self.full_is_better = True
         self.trials: list[tuple[Recipe, Recipe]] = []
 
-    def compare(self, frozen: Recipe, full: Recipe, *, metric: str) -> tuple[bool, str]:
+    def compare(self, frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
         self.trials.append((frozen, full))
-        return self.full_is_better, f"by {metric}"
+        return self.full_is_better, f"a trial at {size}"
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ class TestOverrides:
         assert result.recipe.data.source == f"folder:{folder}"
         assert result.recipe.optim.epochs == 2
         assert "epochs: 2 # as asked" in result.yaml_text
-        assert "freeze: none # by top-1 accuracy" in result.yaml_text
+        assert "freeze: none # a trial at 32 px" in result.yaml_text
         assert str(findings.scores[0]) in result.yaml_text
         assert result.recipe.data.unreadable == "quarantine"
         assert "2 classes, images from 12 (a: b) to 30 (c)" in result.yaml_text

@@ -16,9 +16,14 @@ from finetune.commands.suggested_weights import is_on_hub, suggest_weights
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 
-SUGGESTIONS = {
-    suggest_weights(side, torch.device(device)) for side in (32, 200) for device in ("cpu", "cuda")
-}
+SUGGESTIONS = sorted(  # tests need the same order in every process
+    {
+        suggest_weights(side, torch.device(device))
+        for side in (32, 200)
+        for device in ("cpu", "cuda")
+    },
+    key=lambda weights: weights.name,
+)
 SUGGESTION = suggest_weights(200, torch.device("cpu"))
 
 

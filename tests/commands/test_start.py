@@ -19,6 +19,7 @@ from finetune.cli import main as cli
 from finetune.cli.training import default_run_name
 from finetune.commands import start as start_module
 from finetune.commands.start import StartResult, start
+from finetune.commands.suggested_weights import SuggestedWeights
 from finetune.commands.weight_selection import Candidate, Score
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.paths import is_data_source
@@ -59,6 +60,7 @@ class Findings:
         step_seconds: seconds per image of a training step.
         full_is_better: what the trials find.
         trials: the recipes of each comparison, of the classifier alone and of all weights.
+        candidates: names of the weights that were compared.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class Findings:
         self.step_seconds = 1e-3
         self.full_is_better = True
         self.trials: list[tuple[Recipe, Recipe]] = []
+        self.candidates: list[str] = []
 
     def compare(self, frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
         self.trials.append((frozen, full))
@@ -78,6 +81,7 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
     fake = Findings()
 
     def score(candidates: Any, build_recipe: Any, *, sizes: Any) -> list[Score]:
+        fake.candidates = [each.name for each in candidates]
         for each in fake.scores:
             build_recipe(each.candidate)
         return fake.scores
@@ -197,6 +201,33 @@ class TestChoice:
             for images in (50, 500, 1400)
         ]
         assert epochs == sorted(epochs, reverse=True)
+
+
+class TestWeightsOfTheHub:
+    SUGGESTED = SuggestedWeights("vit_tiny_patch16_224.augreg_in21k", 23)
+
+    @pytest.fixture(autouse=True)
+    def hub_with_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(start_module, "suggest_weights", lambda *_: self.SUGGESTED)
+        monkeypatch.setattr(start_module, "is_on_hub", lambda weights: True)
+
+    def test_are_named_but_not_compared(self, photos: str, findings: Findings) -> None:
+        with logged() as messages:
+            start(photos)
+        (hint,) = [text for text in messages if self.SUGGESTED.name in text]
+        assert "23 MB" in hint
+        assert "--download" in hint
+        assert self.SUGGESTED.name not in findings.candidates
+
+    def test_are_compared_with_download(self, photos: str, findings: Findings) -> None:
+        start(photos, download=True)
+        assert findings.candidates[0] == self.SUGGESTED.name
+
+    def test_are_not_named_if_the_user_names_weights(self, photos: str, findings: Findings) -> None:
+        with logged() as messages:
+            start(photos, overrides=["model.name=embedded:vit_nano"])
+        assert findings.candidates == ["embedded:vit_nano"]
+        assert not any(self.SUGGESTED.name in text for text in messages)
 
 
 class TestSecondStart:

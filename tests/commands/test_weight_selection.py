@@ -79,7 +79,7 @@ def test_twice_the_time_must_bring_a_point_and_a_standard_error() -> None:
 def recipe_of(candidate: Candidate) -> Recipe:
     return parse_recipe(f"""
 model: {{name: "{candidate.name}", image_size: {candidate.image_size}, freeze: backbone}}
-data: {{source: "embedded:digits", num_train: 90, train: resize}}
+data: {{source: "embedded:digits", num_train: 75, train: resize}}
 optim: {{lr: 1e-3, steps: 1}}
 run: {{threads: 1}}
 """)
@@ -89,7 +89,7 @@ def test_scores_of_real_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 1e9)
     scores = score_candidates([TI, NANO], recipe_of, sizes=lambda candidate: [32, 48])
     assert [score.candidate.image_size for score in scores].count(48) == 1  # only the best
-    assert {score.num_images for score in scores} == {80}
+    assert {score.num_images for score in scores} == {65}
     assert all(0.4 < score.accuracy <= 1 for score in scores)
     monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 0.0)
     (score,) = score_candidates([NANO], recipe_of, sizes=lambda candidate: [])

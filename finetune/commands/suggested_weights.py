@@ -50,7 +50,9 @@ def is_on_hub(weights: SuggestedWeights) -> bool:
     """
     if is_offline_mode():
         return False
-    repository = timm.get_pretrained_cfg(weights.name).hf_hub_id
+    config = timm.get_pretrained_cfg(weights.name)
+    assert config is not None
+    repository = str(config.hf_hub_id)
     found: list[bool] = []
 
     def ask() -> None:

@@ -223,7 +223,9 @@ def score_candidates(
         for candidate in candidates:
             if features and time.perf_counter() - started > MAX_SECONDS:
                 break
-            extract(replace(candidate, image_size=(sizes(candidate) or [candidate.image_size])[0]))
+            extract(
+                replace(candidate, image_size=next(iter(sizes(candidate)), candidate.image_size))
+            )
             progress.update()
     if not features:
         raise errors[0]
@@ -365,7 +367,7 @@ def leave_one_out_accuracy(values_ND: NDArray[np.float32], labels: NDArray[np.in
     if labels.ndim == 2:  # a class that no image or every image has cannot be scored
         labels = labels[:, labels.any(axis=0) & ~labels.all(axis=0)].astype(np.int64)
         if labels.shape[1] < 2:
-            labels = labels.any(axis=1).astype(np.int64)
+            labels = labels.sum(axis=1, dtype=np.int64)
 
     def mean_average_precision(ridge: object, scores_NK: Any, *_: object, **__: object) -> float:
         return float(average_precision_score(labels, scores_NK))

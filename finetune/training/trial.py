@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +35,12 @@ class TrialEvaluation(NamedTuple):
     """The evaluation of a trial on each image of the validation split.
 
     Attributes:
-        is_last: True after the last step.
         loss_N: cross-entropy of each image; for multi-label data, its mean over classes.
         correct_N: 1 for each image that is classified correctly; for multi-label data, the fraction
             of its labels that are predicted correctly.
         state: the network's tensors, which change when the trial continues.
     """
 
-    is_last: bool
     loss_N: NDArray[np.float64]
     correct_N: NDArray[np.float64]
     state: Mapping[str, Tensor]
@@ -50,7 +48,7 @@ class TrialEvaluation(NamedTuple):
 
 def run_trial(
     recipe: Recipe, *, label: str, init_from: Mapping[str, Tensor] | None = None
-) -> Iterator[TrialEvaluation]:
+) -> Generator[TrialEvaluation, None, None]:
     """Train a recipe on this process, and yield each evaluation on the validation split.
 
     Nothing is written except the cache of decoded images and features. Only warnings are logged.
@@ -104,7 +102,7 @@ def _evaluate(trainer: TrainerState, loader: AnyLoader) -> TrialEvaluation:
                 losses.append(cross_entropy(logits_BK, labels, reduction="none"))
                 correct.append((logits_BK.argmax(dim=1) == labels).float())
     return TrialEvaluation(
-        trainer.counters.step == trainer.setup.num_steps,
-        *(torch.cat(values).cpu().double().numpy() for values in (losses, correct)),
-        network.state_dict(),
+        loss_N=torch.cat(losses).cpu().double().numpy(),
+        correct_N=torch.cat(correct).cpu().double().numpy(),
+        state=network.state_dict(),
     )

@@ -16,11 +16,11 @@ from finetune.recipe.schema import Recipe
 from finetune.training.trial import TrialEvaluation, run_trial
 
 
-def evaluation(correct: float, loss: float, *, is_last: bool = True) -> TrialEvaluation:
+def evaluation(correct: float, loss: float) -> TrialEvaluation:
     """Return an evaluation of 100 images, a fraction of which is correct."""
     hits = (np.arange(100) < 100 * correct).astype(float)
     losses = loss + 0.1 * np.sin(np.arange(100))
-    return TrialEvaluation(is_last, losses, hits, {"weight": loss})
+    return TrialEvaluation(losses, hits, {"weight": loss})
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_all_weights_must_improve_loss_and_accuracy(
 
 
 def test_a_trial_that_is_clearly_worse_is_abandoned(run_fake_trials: Any) -> None:
-    worse = evaluation(0.4, 2.0, is_last=False)
-    perhaps_worse = evaluation(0.59, 2.0, is_last=False)
+    worse = evaluation(0.4, 2.0)
+    perhaps_worse = evaluation(0.59, 2.0)
     better = evaluation(0.9, 0.1)
     assert run_fake_trials(HEAD, [worse, better]) == (False, [worse])
     assert run_fake_trials(HEAD, [perhaps_worse, better]) == (True, [perhaps_worse, better])
@@ -110,7 +110,7 @@ def test_trials_start_from_the_trained_classifier() -> None:
             recipe("optim.lr=1e-12", "run.eval_every=5"), label="all", init_from=head.state
         )
         first, *_, last = evaluations
-    assert (len(head.loss_N), head.is_last, first.is_last, last.is_last) == (20, True, False, True)
+    assert len(head.loss_N) == len(last.loss_N) == 20
     assert head.correct_N.mean() > 0.5
     np.testing.assert_allclose(first.loss_N, head.loss_N, rtol=0.05)  # nothing was trained
     assert not any("val" in message for message in messages)  # no lines like those of a run

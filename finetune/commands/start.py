@@ -70,11 +70,14 @@ __all__ = [
     "write_start_files",
 ]
 
+# With fewer training images, a new head and all weights together are not trained well.
+FEW_TRAINING_IMAGES = 800
 BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
+_LP_FT_LR_DIVISOR = 3  # for all weights, if the head is trained already
 # Length of a trial: passes over the data, but at most a fraction of the run.
 _TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
@@ -256,10 +259,8 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     speedup = score.forward_seconds / smallest.forward_seconds
     trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
     trial_seconds = trial_epochs * epoch_seconds / speedup
-    logger.info(
-        f"short trials decide whether to train all weights: about {format_duration(trial_seconds)}; "
-        "Ctrl-C skips them"
-    )
+    seconds = format_duration(trial_seconds)
+    logger.info(f"about {seconds} of trials decide whether to train all weights; Ctrl-C skips them")
     is_full, reason = compare_frozen_and_full(
         builder.short_head_recipe(replace(frozen, score=smallest)),
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
@@ -378,6 +379,11 @@ class _RecipeBuilder:
         changes = (f"optim.epochs={epochs}", "optim.warmup_epochs=1", "run.eval_every=1000000")
         return self.build(choice, [*_TRIAL_OVERRIDES, *changes]).recipe
 
+    def trains_head_first(self, choice: Choice) -> bool:
+        """True if all weights are trained on few images: then, after the classifier (LP-FT)."""
+        is_open = self.frozen_as_asked() is None and not choice.frozen
+        return is_open and self.stats.num_train < FEW_TRAINING_IMAGES
+
     def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.
 
@@ -385,11 +391,14 @@ class _RecipeBuilder:
         useful. The schedule is complete, with an evaluation when the rate has fallen to a quarter.
         """
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
+        lr = recipe.optim.lr
+        if not self.trains_head_first(choice):
+            lr /= _LP_FT_LR_DIVISOR
         steps = round(epochs * self.stats.num_train / recipe.data.batch_size)
         steps = max(steps, _MIN_TRIAL_STEPS)
         changes = [
             *(f"optim.steps={steps}", f"optim.warmup_steps={steps // 10}"),
-            *(f"optim.lr={recipe.optim.lr / 3:.2g}", "optim.min_lr=0"),
+            *(f"optim.lr={lr:.2g}", "optim.min_lr=0", "optim.stages=[]"),
             f"model.freeze_bn={str(choice.score.has_batch_norm).lower()}",
             f"run.eval_every={math.ceil(steps * 2 / 3)}",
         ]
@@ -415,6 +424,9 @@ class _RecipeBuilder:
         freeze = []
         if frozen or self.frozen_as_asked() is None:
             freeze.append(RecipeEntry("freeze", "backbone" if frozen else "none", choice.reason))
+        if self.trains_head_first(choice) and score.has_batch_norm:
+            reason = "keeps the statistics with which the classifier was trained"
+            freeze.append(RecipeEntry("freeze_bn", True, reason))
         size = candidate.image_size
         sections = {
             "model": [
@@ -465,7 +477,13 @@ class _RecipeBuilder:
         head_epochs = min(_HEAD_EPOCHS, max(1, 2_000_000 // max(num_train, 1)))
         epochs = asked.get("optim.epochs") or (head_epochs if frozen else choice.epochs)
         steps = asked.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
-        lr = _HEAD_LR if frozen else choice.score.candidate.lr
+        lr, stages = _HEAD_LR if frozen else choice.score.candidate.lr, []
+        if self.trains_head_first(choice):
+            lr = float(f"{lr / _LP_FT_LR_DIVISOR:.1g}")
+            stage = {"freeze": "backbone", "epochs": head_epochs, "lr": _HEAD_LR}
+            stage["train"] = choice.score.eval_spec
+            reason = "with few images, first the classifier alone (LP-FT)"
+            stages = [RecipeEntry("stages", [stage], reason)]
         return [
             RecipeEntry("name", "adamw"),
             RecipeEntry("lr", lr, "a rule of thumb for these weights"),
@@ -475,6 +493,7 @@ class _RecipeBuilder:
             RecipeEntry(
                 "warmup_steps", min(round(steps / 10), 200), "a tenth of the steps, at most 200"
             ),
+            *stages,
         ]
 
 

@@ -169,7 +169,9 @@ def _drop_folders(source: str) -> str:
     kind, colon, rest = source.partition(":")
     if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
         return source
-    if kind not in ("folder", "parquet", "csv", "local-dir"):
+    if kind == "transformers" and re.fullmatch(r"[^/.~][^/]*/[^/]+", rest):  # owner/name
+        return source
+    if kind not in ("folder", "parquet", "csv", "local-dir", "transformers"):
         kind, colon, rest = "", "", source  # not a source prefix: the colon is part of a path
         if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
             return source

@@ -140,6 +140,8 @@ def test_published_recipe_strips_folders_from_the_source(source: str, shown: str
         ("local-dir:runs/first/model", "local-dir:model"),
         ("/secret/12:30/model.safetensors", "model.safetensors"),
         ("hf-hub:timm/vit@v1", "hf-hub:timm/vit@v1"),
+        ("transformers:microsoft/cvt-13", "transformers:microsoft/cvt-13"),
+        ("transformers:/data/alice/cvt", "transformers:cvt"),
         ("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224.augreg_in21k"),
     ],
 )

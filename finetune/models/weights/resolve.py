@@ -334,9 +334,8 @@ def _convert_transformers_tensors(
     """Check that the network fits into memory, then let transformers load the tensors."""
     source, num_classes = weights.provenance["source"], weights.config.get("num_classes")
     with torch.device("meta"):
-        network = timm.create_model(
-            weights.architecture, num_classes=num_classes or 0, **weights.model_args
+        network = transformers_classifier.TransformersClassifier(
+            **weights.model_args, num_classes=num_classes or 0
         )
     check_memory(network, source)
-    state: dict[str, Tensor] = network.convert_state_dict(tensors, source=source)
-    return state
+    return network.convert_state_dict(tensors, source=source)

@@ -4,9 +4,9 @@
 
 Run as a process of its own. The job holds `models` ([name, revision or null, clients]), `images` (a
 .pt file with input tensors) and `picture` (an image file that each client preprocesses itself).
-Each client also runs the code of the model card that is written for it. It starts with an empty
-cache, and before the clients after it are imported: timm first, finetune last. Until then, finetune
-cannot be imported.
+Each client starts with an empty cache, and before the clients after it are imported: timm first,
+finetune last. timm and transformers also run their code of the model card, where finetune cannot be
+imported.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def imported_clients() -> set[str]:
     return {client for client in CLIENTS if sys.modules.get(client) is not None}
 
 
-def run_card_code(client: str, name: str, revision: str | None) -> None:
+def run_card_code(client: str, name: str) -> None:
     """Run the code of a model card that imports the client; it reads photo.jpg."""
     from huggingface_hub import hf_hub_download
 
-    card = Path(hf_hub_download(name, "README.md", revision=revision)).read_text()
+    card = Path(hf_hub_download(name, "README.md")).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if re.match(rf"(import|from) {client}\b", block)]
     exec(code, {})
@@ -142,7 +142,8 @@ def main() -> None:
             output = None
             if client in clients:
                 output = load(name, revision, images_BCHW, job["picture"])
-                run_card_code(client, name, revision)
+                if revision is None and client != "finetune":
+                    run_card_code(client, name)
             results[client].append(output)
         assert any(cache.rglob("model.safetensors")), "the load did not use the cache"
         shutil.rmtree(cache)

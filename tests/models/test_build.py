@@ -14,6 +14,7 @@ from networks import (
     TINY_ARGS,
     build_network,
     compute_logits,
+    forget_checksums,
     random_images,
     randomize_head,
     save_network,
@@ -180,6 +181,7 @@ class TestErrors:
         self, argument: dict[str, Any], tmp_path: Path
     ) -> None:
         folder = save_random_network(tmp_path, "vit")
+        forget_checksums(Path(folder))
         path = Path(folder, "config.json")
         config = json.loads(path.read_text())
         config["model_args"] |= argument
@@ -195,6 +197,7 @@ class TestErrors:
 
     def test_rejects_a_wrong_number_of_class_names(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
+        forget_checksums(Path(folder))
         path = Path(folder, "config.json")
         config = json.loads(path.read_text())
         names = [*config["label_names"], "fox"]

@@ -12,6 +12,7 @@ from networks import (
     TINY_ARGS,
     build_network,
     compute_logits,
+    forget_checksums,
     random_images,
     save_network,
     save_random_network,
@@ -108,6 +109,7 @@ class TestImageSize:
 class TestLoading:
     def test_a_missing_head_is_an_error_only_without_num_classes(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
+        forget_checksums(Path(folder))
         state = load_file(f"{folder}/model.safetensors")
         del state["head.weight"], state["head.bias"]
         save_file(state, f"{folder}/model.safetensors")
@@ -127,6 +129,7 @@ class TestLoading:
 
     def test_rejects_missing_tensors(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
+        forget_checksums(Path(folder))
         state = load_file(f"{folder}/model.safetensors")
         removed = [name for name in state if name.startswith("blocks.1.")]
         for key in removed:
@@ -149,6 +152,7 @@ class TestLoading:
 
     def test_converts_half_precision_weights(self, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")
+        forget_checksums(Path(folder))
         state = load_file(f"{folder}/model.safetensors")
         halves = {name: tensor.half() for name, tensor in state.items()}
         save_file(halves, f"{folder}/model.safetensors")

@@ -71,6 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for index in range(12):
                 pixels = (rng.integers(0, 100, (40, 44, 3)) + 100 * shade).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / "photos" / split / name / f"{index}.png")
+    shutil.copytree(folder / "photos" / "test", folder / "other_photos")
     (folder / "cat.jpg").write_bytes(random_png(1, (40, 40)))
     for split in ("train", "test"):
         labels = [number % 2 for number in range(60)]

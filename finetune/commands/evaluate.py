@@ -263,7 +263,8 @@ def format_evaluation(result: Mapping[str, Any]) -> str:
             f"; {TOO_FEW_IMAGES_NOTE} to judge by" if result["examples"] < TOO_FEW_IMAGES else ""
         )
         lines.append(f"95 % interval of top1: {format_percent_range(*bounds)}{warning}")
-    if calibrated := result.get("calibrated"):
+    calibrated = result.get("calibrated")
+    if calibrated and calibrated["temperature"] != 1:
         lines.append(
             f"with temperature {calibrated['temperature']:.4g}: loss {calibrated['loss']:.4f}  "
             f"ece {calibrated['ece']:.4f}"

@@ -127,7 +127,7 @@ def run_server(
             config = app.server.config
             config.http_protocol_class = ConnectionLimits(config.http_protocol_class)
             process_lifecycle.resume_garbage_collection()
-            logger.info(f"the demo is at {url}; press Ctrl-C to stop it")
+            logger.info(f"the demo is at {url} (press Ctrl-C to stop it)")
             if share:
                 logger.info(f"anyone with this link can use it: {app.share_url}")
             stop.wait()

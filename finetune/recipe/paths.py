@@ -76,7 +76,7 @@ def raise_if_model_missing(name: str, path: Path) -> None:
     if not is_path and "/" not in name and "\\" not in name:
         return
     advice = suggest_path(name, suffixes=WEIGHTS_SUFFIXES) or "; check the path"
-    if not is_path and re.fullmatch(r"[^/\\]+/[^/\\]+", name) and not name.startswith("runs/"):
+    if not is_path and re.fullmatch(r"[^/\\=]+/[^/\\]+", name) and not name.startswith("runs/"):
         advice += f"; for a repository on the Hub write 'hf-hub:{name}'"
     raise WeightsError(
         f"model '{name}': no such run directory, model folder or weights file{advice}",

@@ -114,7 +114,12 @@ def start_or_resume(
 def check_no_existing_run(run: RunDir) -> None:
     """Raise SetupError if the folder holds a finished run or one with checkpoints."""
     record = read_record(run)
-    if run.checkpoint_steps() or _is_done(run, record):
+    if _is_done(run, record):
+        raise SetupError(
+            f"{run.path}: already contains a finished run; start a new one with {_new_out(run)}",
+            code="setup.run_exists",
+        )
+    if run.checkpoint_steps():
         raise SetupError(
             f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it: "
             f"{resume_command(run.path)}, or start a new one with {_new_out(run)}",

@@ -179,6 +179,9 @@ def _train(
             lambda: start_or_resume(run, trainer.setup, resume=resume, **trainer.provenance()),
         )
         if start_step is None:  # the run is done already
+            logger.info(
+                f"{run.path}: already finished, so nothing was trained; these are its results"
+            )
             results = run_on_main(accelerator, lambda: recheck_claims(run, recipe))
         else:
             with (

@@ -265,7 +265,7 @@ def test_checkpoint_is_saved_if_no_next_batch_arrives(
 
 
 def test_finished_run_is_not_restarted(finished_run) -> None:
-    with refused("setup.run_exists", finished_run[0], "done", "--resume"):
+    with refused("setup.run_exists", finished_run[0], "--out"):
         train(tiny_recipe(*FULL_OVERRIDES), finished_run[0])
 
 

@@ -260,6 +260,12 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
 
 
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
+    if path.suffix in (".onnx", ".pt2"):
+        raise WeightsError(
+            f"{source}: an exported file, which finetune does not read back; give the run or the "
+            "model folder that it was exported from",
+            code="weights.wrong_format",
+        )
     if path.suffix not in WEIGHTS_SUFFIXES:
         raise WeightsError(
             f"{source}: not a weights file; expected one of {', '.join(WEIGHTS_SUFFIXES)}",

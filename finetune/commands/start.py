@@ -70,14 +70,11 @@ __all__ = [
     "write_start_files",
 ]
 
-# With fewer training images, a new head and all weights together are not trained well.
-FEW_TRAINING_IMAGES = 800
 BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
-_LP_FT_LR_DIVISOR = 3  # for all weights, if the head is trained already
 # Length of a trial: passes over the data, but at most a fraction of the run.
 _TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
@@ -380,9 +377,8 @@ class _RecipeBuilder:
         return self.build(choice, [*_TRIAL_OVERRIDES, *changes]).recipe
 
     def trains_head_first(self, choice: Choice) -> bool:
-        """True if all weights are trained on few images: then, after the classifier (LP-FT)."""
-        is_open = self.frozen_as_asked() is None and not choice.frozen
-        return is_open and self.stats.num_train < FEW_TRAINING_IMAGES
+        """True if all weights are trained as in the trial: after the classifier alone (LP-FT)."""
+        return self.frozen_as_asked() is None and not choice.frozen
 
     def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.
@@ -391,14 +387,11 @@ class _RecipeBuilder:
         useful. The schedule is complete, with an evaluation when the rate has fallen to a quarter.
         """
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
-        lr = recipe.optim.lr
-        if not self.trains_head_first(choice):
-            lr /= _LP_FT_LR_DIVISOR
         steps = round(epochs * self.stats.num_train / recipe.data.batch_size)
         steps = max(steps, _MIN_TRIAL_STEPS)
         changes = [
             *(f"optim.steps={steps}", f"optim.warmup_steps={steps // 10}"),
-            *(f"optim.lr={lr:.2g}", "optim.min_lr=0", "optim.stages=[]"),
+            *(f"optim.lr={recipe.optim.lr / 3:.2g}", "optim.min_lr=0", "optim.stages=[]"),
             f"model.freeze_bn={str(choice.score.has_batch_norm).lower()}",
             f"run.eval_every={math.ceil(steps * 2 / 3)}",
         ]
@@ -479,10 +472,9 @@ class _RecipeBuilder:
         steps = asked.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
         lr, stages = _HEAD_LR if frozen else choice.score.candidate.lr, []
         if self.trains_head_first(choice):
-            lr = float(f"{lr / _LP_FT_LR_DIVISOR:.1g}")
             stage = {"freeze": "backbone", "epochs": head_epochs, "lr": _HEAD_LR}
             stage["train"] = choice.score.eval_spec
-            reason = "with few images, first the classifier alone (LP-FT)"
+            reason = "first the classifier alone, as in the trial (LP-FT)"
             stages = [RecipeEntry("stages", [stage], reason)]
         return [
             RecipeEntry("name", "adamw"),

@@ -103,10 +103,10 @@ class TestChoice:
             "none",
             "resize | random_crop(padding=4)",
         )
-        # with so few images, the classifier is trained first, then all weights at a lower rate
+        # the classifier is trained first
         (stage,) = result.recipe.optim.stages
         assert (stage.freeze, stage.train, stage.lr) == ("backbone", "resize((32, 32))", 3e-3)
-        assert result.recipe.optim.lr == 3e-4
+        assert result.recipe.optim.lr == 1e-3
         frozen, full = findings.trials[0]
         assert (frozen.model.name, frozen.model.freeze) == ("embedded:vit_nano", "backbone")
         assert (full.model.name, full.model.freeze) == ("embedded:vit_nano", "none")
@@ -125,15 +125,7 @@ class TestChoice:
         assert start(photos).recipe.data.train == "resize(146) | random_crop((128, 128))"
         frozen, full = findings.trials[0]
         assert frozen.data.train == spec
-        assert (full.model.freeze_bn, full.optim.lr, full.optim.stages) == (True, 3e-4, ())
-
-    def test_with_many_images_all_weights_are_trained_at_once(
-        self, photos: str, findings: Findings, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(start_module, "FEW_TRAINING_IMAGES", 1)
-        recipe = start(photos).recipe
-        assert (recipe.optim.stages, recipe.optim.lr, recipe.model.freeze_bn) == ((), 1e-3, False)
-        assert findings.trials[0][1].optim.lr == 3.3e-4
+        assert (full.model.freeze_bn, full.optim.lr, full.optim.stages) == (True, 3.3e-4, ())
 
     @pytest.mark.parametrize("seconds, epochs", [(1e-3, 40), (300 / 19 / 25.5, 25)])
     def test_all_weights_are_trained_as_long_as_the_budget_allows(

@@ -50,7 +50,7 @@ def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple
                 is_worse, is_better = _compare(evaluation, head)
                 if is_worse:
                     break
-        verdict = "clearly better" if is_better else "clearly worse" if is_worse else "not better"
+        verdict = "better" if is_better else "clearly worse" if is_worse else "not better"
         accuracy_text = format_percent(evaluation.correct_N.mean(), 1)
         logger.info(f"trial 2 of 2: {accuracy_text} right with all weights trained, {verdict}")
         return is_better, f"a trial: {reason} alone, {accuracy_text} with all weights, {verdict}"
@@ -62,8 +62,9 @@ def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple
 def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     """Return whether training all weights is clearly worse, and whether it is better.
 
-    It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if
-    both accuracy and loss improve by more than a standard error.
+    It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if its
+    loss is lower by more than a standard error, and its accuracy not lower by one: the run will
+    train longer, and gain more.
     """
     gain_N = full.correct_N - head.correct_N
     # one image more, so that a single one never decides
@@ -71,4 +72,4 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     loss_gain_N = head.loss_N - full.loss_N
     loss_error = loss_gain_N.std() / math.sqrt(len(loss_gain_N))
     is_worse = accuracy_gain + _Z * accuracy_error < 0
-    return is_worse, accuracy_gain > accuracy_error and loss_gain_N.mean() > loss_error
+    return is_worse, accuracy_gain > -accuracy_error and loss_gain_N.mean() > loss_error

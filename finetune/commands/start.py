@@ -70,6 +70,7 @@ __all__ = [
     "write_start_files",
 ]
 
+MIN_IMAGES_PER_CLASS = 10  # to train all weights
 BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
 _MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
@@ -250,6 +251,11 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
     if not builder.has_validation():
         reason = "there are no validation images for a trial of training all weights"
+        return replace(frozen, reason=reason)
+    if builder.stats.num_train < MIN_IMAGES_PER_CLASS * len(builder.stats.images_per_class):
+        reason = (
+            f"fewer than {MIN_IMAGES_PER_CLASS} images a class are too few to train all weights"
+        )
         return replace(frozen, reason=reason)
     # The trial uses the smallest images: a gain does not depend on the size, but the time does.
     smallest = min(same_weights, key=lambda each: each.forward_seconds)

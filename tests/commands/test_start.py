@@ -79,6 +79,7 @@ class Findings:
 def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
     """Fake what takes seconds; scoring still builds the recipe of each candidate."""
     fake = Findings()
+    monkeypatch.setattr(start_module, "MIN_IMAGES_PER_CLASS", 2)
 
     def score(candidates: Any, build_recipe: Any, *, sizes: Any) -> list[Score]:
         fake.candidates = [each.name for each in candidates]
@@ -138,6 +139,13 @@ class TestChoice:
         self, photos: str, findings: Findings
     ) -> None:
         findings.step_seconds = 300 / 20 / 15
+        assert start(photos).recipe.model.freeze == "backbone"
+        assert findings.trials == []
+
+    def test_no_trial_with_few_images_of_a_class(
+        self, photos: str, findings: Findings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(start_module, "MIN_IMAGES_PER_CLASS", 10)  # there are 19 of 2 classes
         assert start(photos).recipe.model.freeze == "backbone"
         assert findings.trials == []
 

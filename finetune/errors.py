@@ -32,12 +32,13 @@ _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
 )
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-_URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s'\"]+(?=@)")
+# An apostrophe may be part of a URL, or quote it.
+_URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)")
 # the query, without punctuation of the sentence around the URL
-_URL_QUERY = re.compile(r"(\w://[^?\s'\"<>]*)\?[^\s'\"<>]*[^\s'\"<>:;,.)\]}]")
+_URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*)\?[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
 # credentials that have a known form: in the query of a URL, or anywhere
 _CREDENTIAL = re.compile(
-    r"(?i:\w://[^\s'\"<>]*[?&;][\w.-]*"
+    r"(?i:\w://[^\s\"<>]*[?&;#][\w.-]*"
     r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}|\bgithub_pat_\w{30}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"

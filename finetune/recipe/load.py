@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finetune.errors import RecipeError, holds_secret
 from finetune.recipe import strict_yaml as recipe_yaml
+from finetune.recipe.paths import check_source_url
 from finetune.recipe.schema import (
     Claim,
     DataSection,
@@ -56,7 +57,7 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
         text: the YAML text.
         name: name of the recipe in error messages.
         overrides: same as for `load_recipe`.
-    Raises: RecipeError with one line per problem.
+    Raises: RecipeError with one line per problem; DataError for a wrong URL in data.source.
     """
     document = recipe_yaml.parse_document(text, name=name)
     if "runs" in document.data and "model" not in document.data:
@@ -68,6 +69,7 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     for override in overrides:
         apply_override(document, override, Recipe)
     recipe = validate_document(document, Recipe)
+    check_source_url(recipe.data.source)  # before anything logs or stores it
     if holds_secret(recipe.to_yaml()):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "

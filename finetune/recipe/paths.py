@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from finetune.errors import DataError, RecipeError, WeightsError, did_you_mean
 from finetune.source_kinds import (
@@ -26,6 +27,7 @@ __all__ = [
     "check_data_source",
     "check_model_name",
     "check_recipe_or_source",
+    "check_source_url",
     "is_data_source",
     "raise_if_model_missing",
     "resolve_data_source",
@@ -153,6 +155,7 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     if kind == "embedded" and path not in EMBEDDED_DATASETS:
         message = f"{typed}: no such embedded dataset{did_you_mean(path, EMBEDDED_DATASETS)}"
         raise DataError(message, code="data.wrong_source")
+    check_source_url(source)
     if "://***@" in path or "?***" in path:
         raise DataError(
             f"{typed}: this address was stored without its password or query; give the whole "
@@ -176,6 +179,26 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     if kind == "folder":
         message = f"{typed}: no such folder{hint}; expected a folder with one subfolder per class"
     raise DataError(message, code="data.not_found")
+
+
+def check_source_url(source: str) -> None:
+    """Check that a URL of tar shards is one whose password and query `redact_urls` recognizes.
+
+    Raises: DataError, which does not repeat the URL.
+    """
+    if not re.match(r"tar:https?://", source):
+        return
+    try:
+        _ = urlsplit(source.removeprefix("tar:")).port
+        is_valid = not re.search(r"[\s\"<>#]", source)
+    except ValueError:  # a "/" in a password ends the host, and leaves a port that is no number
+        is_valid = False
+    if not is_valid:
+        raise DataError(
+            "data source tar:http…: not a valid URL; percent-encode spaces, quotes, <, > and #, "
+            "and in a password also /, ? and @ (for example / as %2F), and remove a fragment (#…)",
+            code="data.wrong_source",
+        )
 
 
 def _refuse_spreadsheet_or_archive(path: str, typed: str) -> None:

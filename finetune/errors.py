@@ -41,6 +41,7 @@ _CREDENTIAL = re.compile(
     r"(?i:\w://[^\s\"<>]*[?&;#][\w.-]*"
     r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}|\bgithub_pat_\w{30}"
+    r"|\bglpat-[\w-]{20}|\bsk-[\w-]{30}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 # messages of the dynamic loader

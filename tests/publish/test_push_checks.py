@@ -94,6 +94,8 @@ class TestSecrets:
             "https://host/x.tar?se=1&sig=0a1b",
             "https://host/x.tar?token=0a1b",
             "-----BEGIN OPENSSH PRIVATE KEY-----",
+            "glpat-" + "Ab1-" * 5,
+            "sk-proj-" + "Ab1_" * 8,
         ],
     )
     def test_tokens(self, folder: Path, name: str, secret: str) -> None:

@@ -261,9 +261,10 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     smallest = min(same_weights, key=lambda each: each.forward_seconds)
     speedup = score.forward_seconds / smallest.forward_seconds
     trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
-    trial_seconds = trial_epochs * epoch_seconds / speedup
-    seconds = format_duration(trial_seconds)
-    logger.info(f"about {seconds} of trials decide whether to train all weights; Ctrl-C skips them")
+    duration = format_duration(trial_epochs * epoch_seconds / speedup)
+    logger.info(
+        f"about {duration} of trials decide whether to train all weights; Ctrl-C skips them"
+    )
     is_full, reason = compare_frozen_and_full(
         builder.short_head_recipe(replace(frozen, score=smallest)),
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),

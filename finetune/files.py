@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from finetune.errors import RecipeError, SetupError, escape_control_chars
+from finetune.errors import RecipeError, SetupError, WeightsError, escape_control_chars
 from finetune.formatting import escape_to_one_line
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "git_blob_sha1",
     "make_writable_folder",
     "open_regular_file",
+    "read_untrusted_json",
     "write_atomically",
 ]
 
+MAX_JSON_BYTES = 8 * 2**20  # ImageNet-21k's class names and descriptions take 2 MB
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -70,6 +73,34 @@ def open_regular_file(path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
         file.close()
         raise ValueError(f"{size:,} bytes are more than the {max_bytes:,} allowed")
     return file
+
+
+def read_untrusted_json(path: Path, label: str) -> Any:
+    """Read an untrusted JSON file of at most MAX_JSON_BYTES.
+
+    Args:
+        path: the JSON file.
+        label: name of the file in messages.
+    Raises: WeightsError for a file that is unreadable, too large, or not JSON.
+    """
+    try:
+        with open_regular_file(path, max_bytes=MAX_JSON_BYTES) as file:
+            content = file.read(MAX_JSON_BYTES)
+    except OSError as error:
+        raise WeightsError(
+            f"{label} is not readable ({error.strerror}); check the file", code="weights.unreadable"
+        ) from error
+    except ValueError as error:
+        raise WeightsError(
+            f"{label} does not describe a network ({error}); download it again",
+            code="weights.wrong_format",
+        ) from error
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{label} is not JSON ({error}); download it again", code="weights.damaged"
+        ) from error
 
 
 def describe_file_type(mode: int) -> str:

@@ -24,7 +24,7 @@ TEST_COMMAND = 'pip install ".[test]" && python -m pytest'
 # The packages and single modules from the ground up; imports go down only.
 ORDER = (
     *("errors", "ranks", "process_lifecycle", "log", "formatting", "files", "cache", "progress"),
-    *("host_resources", "precision", "source_kinds"),
+    *("host_resources", "model_checksums", "precision", "source_kinds"),
     *("hub", "transforms", "recipe", "models", "data", "run", "evaluation", "report", "publish"),
     *("training", "inference", "bench", "commands", "demo", "cli", "__main__"),
 )

@@ -22,9 +22,9 @@ from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
 from finetune.files import make_writable_folder
 from finetune.formatting import pluralize
+from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
 from finetune.models.save import save_model
-from finetune.models.weights.checksums import verify_model_folder
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.timm_config import read_timm_config
 from finetune.precision import autocast_dtype

@@ -36,11 +36,11 @@ from finetune.formatting import (
 )
 from finetune.inference import get_num_classes
 from finetune.log import logger
+from finetune.model_checksums import add_checksums
 from finetune.models.build import build_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
 from finetune.models.tta import FlipTTA
-from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.resolve import locate_weights
 from finetune.precision import autocast_dtype
 from finetune.progress import step_bar

@@ -84,6 +84,8 @@ def export_model(
     """
     target = resolve_output_path(model, format, out)
     require_packages(format)
+    with explain_disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
     logger.info(
         f"{model}: loading the model, and {NUM_COMPARED_IMAGES} images to compare logits on"
     )
@@ -96,7 +98,6 @@ def export_model(
     # zeros, because a .pt2 file stores the example input: it must not be a private image
     example = torch.zeros(2, *images_N3hw.shape[1:])
     with explain_disk_errors(target), contextlib.ExitStack() as stack:
-        target.parent.mkdir(parents=True, exist_ok=True)
         staging = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
         staging_path = Path(stack.enter_context(staging))
         exported = staging_path / target.name

@@ -16,11 +16,11 @@ from torch import hub
 from finetune.errors import FinetuneError, HubError
 from finetune.files import file_sha256
 from finetune.formatting import aligned_table, format_short_count, pluralize
+from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.build import build_model
 from finetune.models.head import classifier_names
 from finetune.models.save import BuiltModel
 from finetune.models.summary import blocks_per_stage, count_parameters, summarize_model
-from finetune.models.weights.checksums import read_checksums, verify_checksum
 from finetune.models.weights.resolve import WEIGHT_FILES, locate_weights
 from finetune.recipe.load import load_run_recipe
 from finetune.run.directory import RunDir

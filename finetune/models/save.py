@@ -12,9 +12,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from finetune.model_checksums import add_checksums
 from finetune.models.architectures.transformers_classifier import TransformersClassifier
 from finetune.models.lora import base_state_dict
-from finetune.models.weights.checksums import add_checksums
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
 from finetune.transforms.preprocessing import Preprocessing
 

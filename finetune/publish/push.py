@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from finetune import __version__
 from finetune.errors import HubError, Interrupted, redact_urls
 from finetune.log import logger
-from finetune.models.weights.checksums import verify_model_folder
+from finetune.model_checksums import verify_model_folder
 from finetune.process_lifecycle import handle_interrupts
 from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
 from finetune.publish.permissions import DEFAULT_BRANCH, check_rights

@@ -23,7 +23,7 @@ from finetune import formatting
 from finetune.errors import CheckpointError, RecipeError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.formatting import MISSING
-from finetune.models.weights.checksums import verify_model_folder
+from finetune.model_checksums import verify_model_folder
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, resume_command

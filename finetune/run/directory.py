@@ -34,6 +34,7 @@ from finetune.files import (
 )
 from finetune.formatting import pluralize
 from finetune.log import logger, warn_once
+from finetune.model_checksums import verify_model_folder
 from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
@@ -298,8 +299,6 @@ class RunDir:
 
     def has_model(self) -> bool:
         """True if `model/` has the files that a loader needs; damage is logged as a warning."""
-        from finetune.models.weights.checksums import verify_model_folder  # imports torch
-
         names = ("config.json", "model.safetensors")
         if not all((self.model_folder / name).is_file() for name in names):
             return False

@@ -17,9 +17,9 @@ from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import write_atomically
 from finetune.log import logger
+from finetune.model_checksums import read_checksums
 from finetune.models.lora import save_adapter
 from finetune.models.save import save_model
-from finetune.models.weights.checksums import read_checksums
 from finetune.precision import autocast_dtype
 from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write_artifacts
 from finetune.recipe.schema import Recipe

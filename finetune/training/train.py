@@ -22,9 +22,9 @@ from finetune.evaluation.evaluator import Evaluator
 from finetune.files import write_atomically
 from finetune.formatting import pluralize
 from finetune.log import logger
+from finetune.model_checksums import verify_model_folder
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import load_base_state_dict
-from finetune.models.weights.checksums import verify_model_folder
 from finetune.models.weights.read import read_tensors
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size

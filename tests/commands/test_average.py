@@ -24,7 +24,7 @@ from finetune.cli.main import main
 from finetune.commands.average import average_runs, interpolate_weights, mean_weights
 from finetune.commands.evaluate import evaluate_model
 from finetune.files import file_sha256
-from finetune.models.weights.checksums import add_checksums
+from finetune.model_checksums import add_checksums
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.train import train

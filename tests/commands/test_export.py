@@ -21,9 +21,9 @@ from finetune.commands import export as export_module
 from finetune.commands.export import export_model, format_export
 from finetune.files import file_sha256
 from finetune.inference import Classifier
+from finetune.model_checksums import add_checksums
 from finetune.models.build import build_model
 from finetune.models.save import save_model
-from finetune.models.weights.checksums import add_checksums
 
 NANO = "embedded:vit_nano"
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}

@@ -33,9 +33,9 @@ from finetune.data.open_source import open_source
 from finetune.data.pixel_store import build_pixel_store
 from finetune.errors import WeightsError
 from finetune.inference import Classifier
+from finetune.model_checksums import add_checksums
 from finetune.models.features import compute_pre_logits
 from finetune.models.save import BuiltModel, save_model
-from finetune.models.weights.checksums import add_checksums
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 

@@ -344,7 +344,7 @@ def test_changed_images_are_not_read_from_the_cache(
     assert after == case.losses_with_empty_cache(*overrides) != before
     result = case.run(*overrides, resume=out)
     assert result.exit_code == 3, result.output
-    assert "another --out" in result.output
+    assert "a new run with --out" in result.output
     fault(FAULT, PROMISE)
 
 

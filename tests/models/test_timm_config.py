@@ -13,10 +13,10 @@ import timm
 from networks import write_timm_folder
 from refusals import refused
 
+from finetune.files import MAX_JSON_BYTES
 from finetune.models.weights.resolve import resolve_weights
 from finetune.models.weights.timm_config import (
     CONTROL_ARGS,
-    MAX_JSON_BYTES,
     PretrainedConfig,
     Weights,
     read_timm_config,

@@ -7,7 +7,7 @@ import pytest
 from refusals import refused
 from report_runs import metric_lines, write_run_dir
 
-from finetune.models.weights.checksums import add_checksums
+from finetune.model_checksums import add_checksums
 from finetune.report.run_data import (
     format_count,
     format_decimal,

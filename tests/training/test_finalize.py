@@ -155,6 +155,7 @@ def without_timings(results: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, dict)
         else part
         for name, part in results.items()
+        if name != "command_seconds"
     }
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import file_sha256
 from finetune.hub.download import download_first, download_hub_file, download_url
+from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.architectures import transformers_classifier
 from finetune.models.weights import google_npz, python_package, transformers_config
-from finetune.models.weights.checksums import read_checksums, verify_checksum
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.rename import rename_tensors
 from finetune.models.weights.timm_config import (

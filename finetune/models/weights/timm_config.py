@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from timm.models import PretrainedCfg, split_model_name_tag
 from torch import Tensor, nn
 
 from finetune.errors import WeightsError, did_you_mean
-from finetune.files import open_regular_file
+from finetune.files import read_untrusted_json
 from finetune.formatting import format_bytes
 from finetune.host_resources import total_memory_bytes
 from finetune.models.architectures import transformers_classifier
@@ -34,7 +33,6 @@ __all__ = [
     "has_huge_value",
     "is_image_size",
     "read_timm_config",
-    "read_untrusted_json",
     "registered_config",
     "validate_config",
 ]
@@ -69,7 +67,6 @@ CONTROL_ARGS = (
 
 MULTILABEL_PROBLEM_TYPE = "multi_label_classification"  # problem_type of transformers
 MAX_ARGUMENT = 20_000  # far above the width, depth or length of any network
-MAX_JSON_BYTES = 8 * 2**20  # ImageNet-21k's class names and descriptions take 2 MB
 
 
 @dataclass(frozen=True)
@@ -114,34 +111,6 @@ class Weights:
     def resize_method(self) -> str:
         """Return the method that suits the position embeddings, one of RESIZE_METHODS."""
         return self.posemb or default_resize_method(self.architecture, self.config.get("tag"))
-
-
-def read_untrusted_json(path: Path, label: str) -> Any:
-    """Read an untrusted JSON file of at most MAX_JSON_BYTES.
-
-    Args:
-        path: the JSON file.
-        label: name of the file in messages.
-    Raises: WeightsError for a file that is unreadable, too large, or not JSON.
-    """
-    try:
-        with open_regular_file(path, max_bytes=MAX_JSON_BYTES) as file:
-            content = file.read(MAX_JSON_BYTES)
-    except OSError as error:
-        raise WeightsError(
-            f"{label} is not readable ({error.strerror}); check the file", code="weights.unreadable"
-        ) from error
-    except ValueError as error:
-        raise WeightsError(
-            f"{label} does not describe a network ({error}); download it again",
-            code="weights.wrong_format",
-        ) from error
-    try:
-        return json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{label} is not JSON ({error}); download it again", code="weights.damaged"
-        ) from error
 
 
 def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:

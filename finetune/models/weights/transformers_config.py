@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from finetune.errors import WeightsError, did_you_mean
+from finetune.files import read_untrusted_json
 from finetune.hub.download import download_first, download_hub_file
 from finetune.models.architectures.transformers_classifier import (
     ARCHITECTURE,
@@ -23,7 +24,6 @@ from finetune.models.architectures.transformers_classifier import (
 from finetune.models.weights.timm_config import (
     Weights,
     check_model_args,
-    read_untrusted_json,
     validate_config,
 )
 from finetune.transforms.operations import MAX_IMAGE_SIDE

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import WeightsError
-from finetune.files import file_sha256
-from finetune.models.weights.timm_config import read_untrusted_json
+from finetune.files import file_sha256, read_untrusted_json
 
 __all__ = ["add_checksums", "read_checksums", "verify_checksum", "verify_model_folder"]
 

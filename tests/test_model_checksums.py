@@ -1,4 +1,4 @@
-"""models/weights/checksums.py: a saved model that was changed is refused, whatever was changed."""
+"""model_checksums.py: a saved model that was changed is refused, whatever was changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from networks import save_random_network
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
+from finetune.model_checksums import verify_model_folder
 from finetune.models.build import build_model
-from finetune.models.weights.checksums import verify_model_folder
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
 

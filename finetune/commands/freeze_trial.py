@@ -50,7 +50,9 @@ def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple
                 is_worse, is_better = _compare(evaluation, head)
                 if is_worse:
                     break
-        verdict = "better" if is_better else "clearly worse" if is_worse else "not better"
+        verdict = "clearly worse" if is_worse else "not better"
+        if is_better:
+            verdict = "with a lower loss, so longer training will help"
         accuracy_text = format_percent(evaluation.correct_N.mean(), 1)
         logger.info(f"trial 2 of 2: {accuracy_text} right with all weights trained, {verdict}")
         return is_better, f"a trial: {reason} alone, {accuracy_text} with all weights, {verdict}"

@@ -94,15 +94,18 @@ def verify_checksum(name: str, sha256: str, checksums: Mapping[str, str], *, sou
 
 
 def verify_model_folder(folder: Path, *, source: str) -> None:
-    """Verify config.json and all files of the folder that have a checksum.
+    """Verify config.json and all files that have a checksum.
 
     Args: same as for `read_checksums`.
-    Raises: WeightsError naming the file that was changed.
+    Raises: WeightsError naming the file that was changed or is missing.
     """
     checksums = read_checksums(folder, source=source)
     for name in _CHECKED_FILES:
-        if name in checksums and (folder / name).is_file():
-            verify_checksum(name, file_sha256(folder / name), checksums, source=source)
+        if name not in checksums:
+            continue
+        if not (folder / name).is_file():
+            raise WeightsError(f"{source}: {name} is missing; {_ADVICE}", code="weights.damaged")
+        verify_checksum(name, file_sha256(folder / name), checksums, source=source)
 
 
 def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from networks import save_random_network
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from finetune.model_checksums import verify_model_folder
+from finetune.commands.evaluate import evaluate_model
+from finetune.model_checksums import add_checksums, verify_model_folder
 from finetune.models.build import build_model
 
 __all__ = ["hub", "sleep_durations"]  # fixtures
@@ -126,6 +127,23 @@ def test_layout_of_the_json_and_other_files_may_change(folder: Path) -> None:
     (folder / "README.md").write_text("a card")
     verify_model_folder(folder, source="a name")
     build_model(str(folder))
+
+
+def test_missing_or_damaged_adapter_is_refused_also_after_fitting_a_temperature(
+    folder: Path,
+) -> None:
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    adapter.parent.mkdir()
+    save_file({"weight": torch.ones(3)}, adapter)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(add_checksums(config, folder)))
+    verify_model_folder(folder, source="a name")
+    save_file({"weight": torch.zeros(3)}, adapter)
+    with refused("weights.damaged", "adapter_model.safetensors"):
+        evaluate_model(str(folder), data="embedded:digits", fit_temperature=True)
+    adapter.unlink()
+    with refused("weights.damaged", "adapter_model.safetensors"):
+        verify_model_folder(folder, source="a name")
 
 
 def test_folder_without_checksums_is_accepted(folder: Path) -> None:

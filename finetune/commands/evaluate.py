@@ -36,7 +36,7 @@ from finetune.formatting import (
 )
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.model_checksums import add_checksums
+from finetune.model_checksums import add_checksums, verify_model_folder
 from finetune.models.build import build_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
@@ -110,6 +110,9 @@ def evaluate_model(
             code="recipe.conflict",
         )
     config = _find_model_config(model) if fit_temperature else None
+    if config is not None:
+        # `add_checksums` hashes all files again, which would hide a damaged adapter
+        verify_model_folder(config.parent, source=model)
     if out is not None:
         make_writable_folder(Path(out), option="--out")
     recipe = load_run_recipe(model)

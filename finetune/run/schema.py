@@ -73,6 +73,7 @@ class RunRecord(TypedDict, total=False):
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
     leakage: list[str]  # result of `find_train_leakage`
     weights_sha256: str | None  # sha256 of the weights file that training started from
+    preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded

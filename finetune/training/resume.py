@@ -5,6 +5,7 @@ Only rank 0 calls these functions; they neither run the model nor communicate wi
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import shlex
@@ -104,6 +105,7 @@ def start_or_resume(
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
         "split_fingerprints": fingerprints,
         "weights_sha256": setup.built.provenance.get("sha256"),
+        "preprocessing": _preprocessing_entry(setup),
     }
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
@@ -196,6 +198,19 @@ def _check_same_run(
             f"{recorded_sha256}, but they now have {sha256}; restore them, or choose another --out",
             code="recipe.not_this_run",
         )
+    # It comes from the config.json of the pretrained weights, which `sha256` does not cover.
+    preprocessing = _preprocessing_entry(setup)
+    if (recorded_preprocessing := record.get("preprocessing", preprocessing)) != preprocessing:
+        changed = ", ".join(
+            f"{key}: the run has {recorded_preprocessing.get(key)}, now {value}"
+            for key, value in preprocessing.items()
+            if recorded_preprocessing.get(key) != value
+        )
+        raise RecipeError(
+            f"{run.path}: the preprocessing of {setup.recipe.model.name} has changed since the run "
+            f"started ({changed}); restore its config.json, or choose another --out",
+            code="recipe.not_this_run",
+        )
     if changed_splits:
         raise DataError(
             f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
@@ -203,6 +218,12 @@ def _check_same_run(
             f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="data.changed",
         )
+
+
+def _preprocessing_entry(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the preprocessing as it is read back from run.json, with lists for tuples."""
+    entry = dataclasses.asdict(setup.preprocessing)
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
 
 
 def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,25 @@ def test_resume_refuses_other_pretrained_weights_under_the_same_name(
     with refused("recipe.not_this_run", tmp_path / "net", first, second):
         start(run, setup(), resume=True)
     assert read_record(run)["weights_sha256"] == first
+
+
+def test_resume_refuses_weights_with_other_preprocessing(run: RunDir, tmp_path: Path) -> None:
+    write_timm_folder(tmp_path / "net")
+    config_path = tmp_path / "net" / "config.json"
+
+    def setup() -> TrainingSetup:
+        return make_setup(
+            f"model.name={tmp_path / 'net'}", "model.pretrained=true", "model.args={}"
+        )
+
+    start(run, setup())
+    save(run, 2)
+    assert start(run, setup(), resume=True) == 2
+    config = json.loads(config_path.read_text())
+    config["pretrained_cfg"]["mean"] = [0.7, 0.8, 0.9]
+    config_path.write_text(json.dumps(config))
+    with refused("recipe.not_this_run", tmp_path / "net", "[0.7, 0.8, 0.9]"):
+        start(run, setup(), resume=True)
 
 
 def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(

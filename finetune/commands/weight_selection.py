@@ -50,8 +50,8 @@ __all__ = [
     "sort_scores",
 ]
 
-MAX_SCORED_IMAGES = 1000  # of which the linear classifier uses the first ones
-MAX_FITTED_IMAGES = 500  # its time grows with the third power
+MAX_SCORED_IMAGES = 1000  # images whose features are computed
+MAX_FITTED_IMAGES = 500  # the first of them; the time to fit grows with the third power
 MIN_SCORED_IMAGES = 64  # with fewer, two networks differ by chance
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
 MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out

@@ -373,8 +373,7 @@ class _RecipeBuilder:
             for override in self.overrides
             if override.startswith(_FEATURE_KEYS) and not override.startswith("data.train=")
         ]
-        recipe = replace(self, overrides=kept).build(frozen, _TRIAL_OVERRIDES).recipe
-        return recipe
+        return replace(self, overrides=kept).build(frozen, _TRIAL_OVERRIDES).recipe
 
     def short_head_recipe(self, choice: Choice) -> Recipe:
         """Build the recipe of a trial that trains only the classifier, with one evaluation."""

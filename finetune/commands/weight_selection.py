@@ -124,10 +124,11 @@ class Score:
 
 def list_candidates(device: torch.device) -> list[Candidate]:
     """Return the weights on this machine at their pretrained image size; download nothing."""
-    installed = bool(importlib.util.find_spec(_LITE0))
+    candidates = _cached_timm_candidates(device)
+    if importlib.util.find_spec(_LITE0):
+        candidates.append(Candidate(f"package:{_LITE0}", 224, 1e-3, "installed ImageNet weights"))
     return [
-        *_cached_timm_candidates(device),
-        *[Candidate(f"package:{_LITE0}", 224, 1e-3, "installed ImageNet weights")] * installed,
+        *candidates,
         Candidate("embedded:vit_ti", 32, 3e-4, "included in the package"),
         Candidate("embedded:vit_nano", 32, 1e-3, "included in the package"),
     ]
@@ -170,7 +171,8 @@ def image_sizes(pretrained_size: int, median_side: int) -> list[int]:
         median_side: median of the images' shorter sides.
     """
     if pretrained_size < _MIN_IMAGE_SIZE:
-        return [pretrained_size] + [2 * pretrained_size] * (median_side >= 2 * pretrained_size)
+        doubled = 2 * pretrained_size
+        return [pretrained_size, doubled] if median_side >= doubled else [pretrained_size]
     # multiples of 28 and 32 suit patches of 14 and 16 pixels, and the strides of a ConvNet
     multiple = 28 if pretrained_size % 14 == 0 and pretrained_size % 32 else 32
     fitting = max(_MIN_IMAGE_SIZE, 1.4 * median_side)
@@ -207,9 +209,8 @@ def score_candidates(
 
     def extract(candidate: Candidate) -> None:
         try:
-            features.append(
-                _extract(candidate, build_recipe(candidate), is_optional=bool(features))
-            )
+            recipe = build_recipe(candidate)
+            features.append(_extract(candidate, recipe, is_optional=bool(features)))
         except (FinetuneError, RuntimeError) as error:
             if not isinstance(error, RecipeError) and not is_out_of_memory(error):
                 raise
@@ -223,9 +224,8 @@ def score_candidates(
         for candidate in candidates:
             if features and time.perf_counter() - started > MAX_SECONDS:
                 break
-            extract(
-                replace(candidate, image_size=next(iter(sizes(candidate)), candidate.image_size))
-            )
+            first_size = next(iter(sizes(candidate)), candidate.image_size)
+            extract(replace(candidate, image_size=first_size))
             progress.update()
     if not features:
         raise errors[0]

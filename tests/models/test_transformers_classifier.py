@@ -88,7 +88,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     # takes patches; its pooling head is not part of the classifier
     "siglip2": {"vision_config": {**VIT, "num_patches": 16, "vision_use_head": False}},
 }
-# The others take as long again.
+# The fault tests train the others too.
 IN_THE_SUITE = ("clip", "deit:DeiTForImageClassificationWithTeacher", "levit", "siglip2")
 OTHER_NETWORKS: dict[str, dict[str, Any]] = {
     "beit": {**VIT, "use_relative_position_bias": True, "use_absolute_position_embeddings": True},

@@ -264,7 +264,7 @@ class RunDir:
         temporary = self.checkpoints_folder / f".{target.name}.{os.urandom(4).hex()}"
         try:
             with explain_disk_errors(target, needed_bytes=num_bytes):
-                _write_checkpoint_folder(temporary, write_files)
+                _write_checkpoint_folder(temporary, write_files, run_id=self._run_id())
                 if os.path.lexists(target):  # a damaged checkpoint that a resume skipped
                     remove_path(target)
                 os.replace(temporary, target)
@@ -309,14 +309,20 @@ class RunDir:
             return False
         return True
 
+    def _run_id(self) -> str | None:
+        """Return the id in run.json, which is also in the manifests of the run's checkpoints."""
+        return (self.read_json("run.json") or {}).get("id")
+
     def verify_checkpoint(self, step: int) -> str | None:
-        """Compare a checkpoint with its manifest. Returns: the problem, or None if it is intact."""
+        """Compare a checkpoint with its manifest and this run. Returns: the problem, or None."""
         folder = self.checkpoint_folder(step)
         try:
             manifest = load_json(folder / MANIFEST)
             files = manifest["files"]
             if manifest["step"] != step or manifest["sha256"] != _manifest_digest(files):
                 return f"{folder / MANIFEST}: the manifest was changed"
+            if manifest["run"] != self._run_id():
+                return f"{folder}: this is a checkpoint of another run"
             for name, entry in files.items():
                 path = folder / name
                 if not path.is_file():
@@ -330,7 +336,7 @@ class RunDir:
         return None
 
     def newest_intact_step(self) -> int | None:
-        """Find the newest intact checkpoint, and log a warning for each damaged one.
+        """Find the newest intact checkpoint, and log a warning for each one that it skips.
 
         Returns: the step of the newest intact one, or None if the run has no checkpoint yet.
         Raises: CheckpointError if all checkpoints are damaged.
@@ -340,7 +346,7 @@ class RunDir:
             problem = self.verify_checkpoint(step)
             if problem is None:
                 return step
-            logger.warning(f"checkpoint of step {step} is damaged and skipped: {problem}")
+            logger.warning(f"checkpoint of step {step} is skipped: {problem}")
         if steps:
             raise CheckpointError(
                 f"{self.checkpoints_folder}: none of the {len(steps)} checkpoints is intact; "
@@ -402,7 +408,9 @@ def _manifest_digest(files: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _write_checkpoint_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def _write_checkpoint_folder(
+    folder: Path, write: Callable[[Path], None], *, run_id: str | None
+) -> None:
     """Write the files of a checkpoint, sync them to disk, and write the manifest last."""
     folder.mkdir()
     write(folder)
@@ -411,7 +419,8 @@ def _write_checkpoint_folder(folder: Path, write: Callable[[Path], None]) -> Non
     for path in sorted(folder.iterdir()):
         files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     step = int(folder.name.split("-")[1].split(".")[0])
+    manifest = {"run": run_id, "step": step, "files": files, "sha256": _manifest_digest(files)}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"step": step, "files": files, "sha256": _manifest_digest(files)}, file, indent=2)
+        json.dump(manifest, file, indent=2)
         fsync_file(file)
     fsync_folder(folder)

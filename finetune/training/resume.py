@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import shlex
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ def start_or_resume(
     is_done = _is_done(run, record)
     if not run.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        record = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        record = {"id": uuid.uuid4().hex, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         record["leakage"] = find_train_leakage(setup.source)
         for line in record["leakage"]:
             logger.warning(line)

@@ -306,13 +306,13 @@ def test_missing_metrics_are_reported_once_the_run_has_saved_something(run: RunD
 
 @pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
 def test_folder_or_pipe_instead_of_a_file_is_damage(create, run: RunDir) -> None:
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     for name in ("run.json", "metrics.jsonl"):
         create(run.path / name)
     with refused("checkpoint.damaged", run.path / "run.json"):
         run.read_json("run.json")
     with refused("checkpoint.damaged", run.path / "metrics.jsonl"):
         run.read_metrics()
-    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
     (run.checkpoint_folder(1) / "manifest.json").unlink()
     create(run.checkpoint_folder(1) / "manifest.json")
     assert "not a file" in str(run.verify_checkpoint(1))

@@ -194,6 +194,16 @@ def test_checkpoints_after_the_newest_intact_one_are_removed(run: RunDir) -> Non
         start(run, make_setup(), resume=True)
 
 
+def test_resume_skips_checkpoints_of_another_run(run: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    other.open()
+    for each, step in ((run, 1), (other, 2)):
+        start(each, make_setup())
+        save(each, step)
+    shutil.copytree(other.checkpoint_folder(2), run.checkpoint_folder(2))
+    assert start(run, make_setup(), resume=True) == 1
+
+
 def test_run_is_finished_only_with_results_and_model(run: RunDir) -> None:
     start(run, make_setup())
     save(run, 4)

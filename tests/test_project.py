@@ -26,7 +26,7 @@ ORDER = (
     *("errors", "ranks", "process_lifecycle", "log", "formatting", "files", "cache", "progress"),
     *("host_resources", "model_checksums", "precision", "source_kinds"),
     *("hub", "transforms", "recipe", "models", "data", "run", "evaluation", "report", "publish"),
-    *("training", "inference", "bench", "commands", "demo", "cli", "__main__"),
+    *("training", "inference", "bench", "commands", "doctor", "demo", "cli", "__main__"),
 )
 ACCELERATE_ALLOWED = {"training"}  # packages
 

@@ -1,4 +1,4 @@
-"""Commands for datasets: `data info` and `data scan`."""
+"""Commands for datasets: `data info`, `data scan` and `data doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from finetune.cli.command import CommandGroup, CommandResult, command
 from finetune.cli.output import format_nested
-from finetune.cli.shared_arguments import source_argument
+from finetune.cli.shared_arguments import check_model_argument, checked_by, source_argument
 from finetune.errors import DataError, redact_urls
 
 __all__ = ["data"]
@@ -20,7 +20,7 @@ multilabel_option = click.option(
 
 @click.group("data", cls=CommandGroup)
 def data() -> None:
-    """Show a dataset's classes and find images that cannot be read."""
+    """Show a dataset's classes, and find unreadable images, wrong labels and duplicates."""
 
 
 @command("info", example="finetune data info photos --sheet photos.png")
@@ -74,5 +74,29 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     return CommandResult(unreadable, text, error)
 
 
-for each in (info, scan):
+@command("doctor", example="finetune data doctor photos --out photos-doctor")
+@source_argument
+@click.option(
+    "--weights",
+    metavar="NAME",
+    multiple=True,
+    callback=checked_by(check_model_argument),
+    help="Pretrained weights to compute features with; repeat to average several. Default: the "
+    "best of those on this machine, as in `finetune start`.",
+)
+@click.option("--out", metavar="DIR", default="doctor", show_default=True, help="Output folder.")
+@multilabel_option
+def doctor(source: str, weights: tuple[str, ...], out: str, *, multilabel: bool) -> CommandResult:
+    """Find wrong labels, near-duplicates, leaks and outliers in SOURCE.
+
+    SOURCE is a folder or file of images, or a prefixed source as in data.source; see
+    `finetune start`. The doctor lists its findings in DIR and changes no image and no label.
+    """
+    from finetune.doctor.diagnosis import diagnose, format_diagnosis
+
+    diagnosis = diagnose(source, weights=weights, out=out, multilabel=multilabel)
+    return CommandResult(diagnosis, format_diagnosis(diagnosis, out))
+
+
+for each in (info, scan, doctor):
     data.add_command(each)

@@ -1,0 +1,1 @@
+"""Find wrong labels, near-duplicates, leaks and outliers in a dataset."""

@@ -45,7 +45,8 @@ class CacheFolder:
 
     Checks that this user or root owns the folder, its parent and its files, and that nobody else
     can write to them. Opens files relative to the checked folder, does not follow symlinks, and
-    does not block on pipes. Names of unfinished files and locks begin with a dot.
+    does not block on pipes. The name of a cached file begins with its key, a hexadecimal sha256 of
+    everything that its content depends on. Names of unfinished files and locks begin with a dot.
 
     Args:
         path: the folder; created with mode 0700 if it does not exist.
@@ -120,7 +121,7 @@ class CacheFolder:
         """Write a file atomically: other processes see the whole file or none.
 
         Args:
-            name: final name; begins with the hexadecimal sha256 of what the content depends on.
+            name: final name; begins with the file's key.
         Yields: a new file, open for writing and reading. It gets its name when the block ends; an
             error in the block removes it.
         Raises: OSError if the file cannot be written.
@@ -137,7 +138,7 @@ class CacheFolder:
             self.remove(temporary)
             raise
         finally:
-            with contextlib.suppress(OSError):  # of a disk that is still full
+            with contextlib.suppress(OSError):  # the disk may still be full
                 file.close()
 
     def remove(self, name: str) -> None:
@@ -151,7 +152,7 @@ class CacheFolder:
             os.utime(name, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def list_files(self, key: str, suffix: str) -> list[str]:
-        """Return the sorted names of the files that begin with a key and end with a suffix."""
+        """Return the file names that begin with a key and end with a suffix, sorted."""
         return sorted(
             name
             for name in os.listdir(self._dir_fd)
@@ -159,7 +160,7 @@ class CacheFolder:
         )
 
     def remove_partial_files(self, key: str) -> None:
-        """Remove partial files that killed processes left for a key.
+        """Remove the partial files of a key, which killed processes left.
 
         The caller must hold the lock of the key.
         """

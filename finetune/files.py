@@ -80,7 +80,7 @@ def read_untrusted_json(path: Path, label: str) -> Any:
 
     Args:
         path: the JSON file.
-        label: name of the file in messages.
+        label: name of the file, for messages.
     Raises: WeightsError for a file that is unreadable, too large, or not JSON.
     """
     try:
@@ -92,7 +92,7 @@ def read_untrusted_json(path: Path, label: str) -> Any:
         ) from error
     except ValueError as error:
         raise WeightsError(
-            f"{label} does not describe a network ({error}); download it again",
+            f"{label} cannot be used ({error}); download it again",
             code="weights.wrong_format",
         ) from error
     try:
@@ -122,7 +122,7 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
 
     Args:
         path: the file to replace or create; its folder must exist.
-        option: the command-line option that names the path, named in the error message.
+        option: command-line option that sets the path, for the error message.
     Yields: a temporary path to write to; it becomes `path` if the block ends without an error.
     Raises: SetupError if the disk is full or the file cannot be written.
     """
@@ -137,7 +137,7 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
             os.replace(temporary, path)
             fsync_folder(path.parent)
     finally:
-        # a folder that cannot be written to holds no temporary file either
+        # an OSError means a folder without write access, so the file was never created
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
@@ -147,7 +147,7 @@ def make_writable_folder(folder: Path, *, option: str) -> None:
 
     Args:
         folder: path of the folder.
-        option: the command-line option that names the folder, such as --out.
+        option: command-line option that sets the folder, such as --out, for the error message.
     Raises: SetupError if the folder cannot be created or is not writable.
     """
     with explain_disk_errors(folder, needed_bytes=4096, option=option):
@@ -174,7 +174,7 @@ def explain_disk_errors(
     Args:
         path: the file that the block writes.
         needed_bytes: bytes that the write needs, or 0 if unknown.
-        option: the command-line option that names the path, named in the error message.
+        option: command-line option that sets the path, for the error message.
     Raises: SetupError if the disk or quota is full, or if the path cannot be written: access is
         denied, the name is too long, or the device fails.
     """
@@ -229,10 +229,10 @@ def check_output_file(path: str | Path, *, option: str, suffixes: Sequence[str])
 
     Args:
         path: the output file.
-        option: the command-line option that names the file, such as --out.
+        option: command-line option that sets the file, such as --out, for the error message.
         suffixes: allowed suffixes, such as ".csv".
     Returns: the path.
-    Raises: RecipeError for another suffix; SetupError if the file cannot be written there.
+    Raises: RecipeError if the suffix is not allowed; SetupError if the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() not in suffixes:

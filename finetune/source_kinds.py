@@ -58,7 +58,7 @@ def split_source(source: str) -> tuple[str | None, str]:
 
 
 def kind_from_suffix(path: str) -> str | None:
-    """Return the kind that has the suffix of this path; None for any other suffix."""
+    """Return the kind of a file by its suffix (.csv: "csv"); None for an unknown suffix."""
     suffix = Path(path).suffix.lower()
     return next((name for name, kind in SOURCE_KINDS.items() if kind.suffix == suffix), None)
 

@@ -119,9 +119,9 @@ def compute_class_draws(counts_K: NDArray[np.int64], kind: ClassSamplingKind) ->
 
 
 class ClassSampler:
-    """Draws the images of each epoch: a number per class, all images of a class equally often.
+    """Draws the images of each epoch: a fixed number per class, its images equally often.
 
-    Draws from a class cycle through its images, in an order given by the seed. An epoch continues
+    The images of a class are drawn in cycles, in an order given by the seed. An epoch continues
     each cycle where the previous epoch stopped, so the total draws of two images of a class never
     differ by more than one.
 
@@ -139,9 +139,10 @@ class ClassSampler:
         self._images_by_class_N = np.lexsort((order_N, labels_N))  # sorted by class
 
     def epoch_draws(self, epoch: int) -> NDArray[np.int64]:
-        """Return the draws of an epoch, (N,): image indices, plus N each time a class starts over.
+        """Return the draws of an epoch, (N,), in random order.
 
-        So the draws of an epoch are distinct, and draw % N is the index of its image.
+        A draw is an image index, plus N for each time that the class has started over in this
+        epoch. So the draws of an epoch are distinct, and draw % N is the image index.
         """
         counts_K, draws_K = self._counts_K, self._draws_K
         classes_N = np.repeat(np.arange(len(draws_K)), draws_K)

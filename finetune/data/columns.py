@@ -51,7 +51,7 @@ def find_columns(
     *,
     multilabel: bool = False,
 ) -> tuple[str, list[str]]:
-    """Find the image and label columns of a table: by name, else by the type in its metadata.
+    """Find the image and label columns of a table: by name, else by the type in the metadata.
 
     Args:
         schema: schema of the table.
@@ -95,7 +95,7 @@ def find_columns_by_name(
         multilabel: allow several label columns of 0 and 1. If none is requested and no column has a
             usual label name, all columns except the image column and "split" are label columns.
     Returns: the name of the image column, and the names of the label columns.
-    Raises: DataError if a column is missing, or if two could be meant that differ only in case.
+    Raises: DataError if a column is missing, or if the names of two candidates differ only in case.
     """
     image_column = _find_column(
         "image_column", image, usual_image_names, typed_image_columns, columns
@@ -148,7 +148,7 @@ def _find_column(
 
 
 def declared_class_names(schema: pa.Schema, label: str) -> list[str] | None:
-    """Return the class names that the dataset declares, in its order; None if there are none."""
+    """Return the class names declared for a label column, in order; None if none are declared."""
     feature = _huggingface_features(schema).get(label, {})
     if isinstance(inner := feature.get("feature"), dict):  # a list: take the type of its elements
         feature = inner

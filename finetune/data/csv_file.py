@@ -54,7 +54,7 @@ _IMAGE_COLUMN_NAMES = (
     "id",
 )
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
-_ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # of names without a suffix
+_ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # tried for names without a suffix
 _LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
 MAX_FILE_BYTES = 2**28  # enough for millions of lines
 # pandas writes 0.0 and False
@@ -85,16 +85,17 @@ def find_labels_file(folder: Path) -> Path | None:
 
 
 def find_training_table(folder: Path) -> Path | None:
-    """Return a CSV file that probably lists labels, such as the train.csv of Kaggle; None if none.
+    """Return a CSV file that probably lists labels, such as Kaggle's train.csv; None without one.
 
-    The user has to name such a file: it does not belong to the layout of a folder of images.
+    A message suggests this file to the user. It is not read without being named, because it is not
+    part of the layout of an image folder.
     """
     tables = sorted(folder.glob("*.csv"))
     return next((each for each in tables if re.search("train|label", each.name.lower())), None)
 
 
 def train_command(file: Path) -> str:
-    """Return the command that trains on a CSV file, with its columns if they have other names."""
+    """Return the command that trains on a CSV file, with its columns if their names are unusual."""
     command = ["finetune", "train", f"csv:{file}"]
     with contextlib.suppress(DataError):
         _, header = next(_parse_records(file, _read_text(file)), (0, []))
@@ -123,8 +124,8 @@ def read_csv(
     Args:
         file: path of a UTF-8 file, with fields separated by commas, semicolons or tabs.
         columns: path column, and label column or columns; None to find them by usual names.
-        split: split of all images; None to read it from the column "split". Without this column,
-            all images are train.
+        split: split of all images; None to read it from the column "split" (all images are train if
+            this column does not exist).
         multilabel: allow any number of labels per image.
     Returns: a dict from split to a sorted list with a pair (path relative to the file's folder,
         class name or names) for each image; and the names of the label columns of 0 and 1, an empty
@@ -220,12 +221,12 @@ def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[Clas
 
 
 def _parse_indicators(texts: Mapping[str, str]) -> tuple[str, ...]:
-    """Parse the columns of 0 and 1 of a line.
+    """Parse a line of a file that has one column of 0 and 1 per class.
 
     Args:
         texts: dict from class name to the text of its column.
     Returns: the names of the classes with a 1, sorted.
-    Raises: DataError for another value.
+    Raises: DataError for a value other than 0 and 1.
     """
     for name, text in texts.items():
         if text not in _INDICATOR_VALUES:
@@ -282,7 +283,7 @@ def _read_text(file: Path) -> str:
 
 
 def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each non-empty record with the number of its last line."""
+    """Yield (number of its last line, fields) for each non-empty record."""
     head = text.lstrip().partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     stream = io.StringIO(text, newline="")
@@ -299,7 +300,7 @@ def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 def _find_columns(
     file: Path, header: Sequence[str], columns: ColumnNames, *, multilabel: bool
 ) -> tuple[str, str | None, list[str]]:
-    """Find the names of the path column, the split column or None, and the label columns."""
+    """Return the names of the path column, the split column (or None) and the label columns."""
     try:
         image_column, label_columns = find_columns_by_name(
             header,
@@ -339,7 +340,7 @@ def _normalize_image_path(path: str, folder: str) -> str:
     Args:
         path: path as written in the file, relative to the folder or absolute.
         folder: absolute path of the CSV file's folder, with a trailing slash.
-    Raises: DataError if the path is empty or leads outside the folder.
+    Raises: DataError if the path is empty, is a URL, or leads outside the folder.
     """
     if not path:
         raise DataError("the path is missing; fill it or remove the line", code="data.no_image")
@@ -398,7 +399,10 @@ def _locate_images(file: Path, rows: list[_ImageRow]) -> list[_ImageRow]:
         return rows
     ((folder, suffix),) = places
     located = [row._replace(path=os.path.join(folder, row.path + suffix)) for row in rows]
-    warn_once(f"{printable_path(file)}: the image {first!r} is {located[0].path!r}, and so on")
+    warn_once(
+        f"{printable_path(file)}: the image {first!r} was found as {located[0].path!r}; the other "
+        "paths are completed in the same way"
+    )
     return located
 
 

@@ -54,7 +54,7 @@ MAX_PIXELS = 64_000_000
 # signature, and decode the picture inside an ICO while opening it, before its size can be checked.
 _ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 _URL_SCHEMES = {"http:", "https:", "ftp:", "s3:", "gs:", "hf:", "file:"}
-_MIN_JPEG_SIDE = 4  # PIL decodes smaller ones, for which scales 5/8 and 1/2 may give the same size
+_MIN_JPEG_SIDE = 4  # PIL decodes smaller images: scales 5/8 and 1/2 may give them the same size
 MAX_JPEG_BYTES = 2**26  # PIL decodes larger files, which it reads in pieces
 _ORIENTATION_TAG = 0x0112
 _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
@@ -82,9 +82,10 @@ def decode_image(
 
     Args:
         data: the file's content as bytes, its path, a context manager that opens it, or a PIL image
-            (decodes its current frame).
-        decode_size: minimum side in pixels. Decodes a JPEG at 1/8, 1/4 or 1/2 of its size if both
-            sides keep this length, which skips most of the work. Ignored for other formats.
+            (its current frame is decoded).
+        decode_size: minimum length of each side in pixels. A JPEG is decoded at 1/8, 1/4 or 1/2 of
+            its size if both sides stay at least this long, which skips most of the work. Ignored
+            for other formats.
         max_pixels: limit for H*W, checked before decoding.
         name: name of the image in errors; a function is called only when an error occurs.
         buffer: memory to decode into, (n,) uint8. The result is at its start or in new memory.
@@ -191,7 +192,7 @@ def _decode_stream(
 
 
 def _check_heif_sizes(stream: IO[bytes], max_pixels: int) -> None:
-    """Reject a HEIC photo with any part above the pixel limit: it would be decoded, then cropped.
+    """Reject a HEIC photo with a part above the pixel limit: parts are decoded before cropping.
 
     Source: ISO/IEC 23008-12, 6.5.3 (the box ispe has version, flags, width and height).
     """
@@ -227,11 +228,11 @@ def decode_jpeg(
     """Decode a JPEG to the same pixels as PIL.
 
     Args:
-        body: the file, gray or three colors; only its first picture is decoded.
-        size: (W, H): the full size, or 1/8, 1/4 or 1/2 of it, rounded up.
+        body: content of the file, gray or three colors; only its first picture is decoded.
+        size: (W, H) of the result: the full size, or 1/8, 1/4 or 1/2 of it, rounded up.
         buffer: (n,) contiguous memory to decode into if the pixels fit.
-    Returns: (H, W, 3), EXIF orientation not applied, read-only. None for any damaged file, even if
-        part of it could be decoded, and for a file of another size: PIL then decodes it or raises.
+    Returns: (H, W, 3), EXIF orientation not applied, read-only. None if the file is damaged, even
+        if part of it could be decoded, or has another size: PIL then decodes it or raises.
     """
     if max(size) < _MIN_JPEG_SIDE:
         return None
@@ -249,7 +250,7 @@ def decode_jpeg(
 
 
 def _not_an_image_error(head: bytes) -> DataError:
-    """Return the error for a file that is not an image, recognized by its first bytes."""
+    """Return the error for a file that PIL cannot identify; its first bytes tell what it is."""
     text = head.lstrip().lower()
     if not head:
         return DataError("zero bytes", code="data.damaged")
@@ -274,7 +275,7 @@ def _decode_pil_image(
     max_pixels: int,
     fast_decode: Callable[[Image.Image], np.ndarray | None] = lambda image: None,
 ) -> np.ndarray:
-    """Convert an open PIL image. Returns: (H, W, 3) uint8.
+    """Decode an open PIL image to canonical RGB. Returns: (H, W, 3) uint8.
 
     Args:
         fast_decode: a faster decoder, tried before PIL; returns None if it cannot decode the image.

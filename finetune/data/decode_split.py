@@ -1,7 +1,7 @@
 """Decode the images of a split in worker processes, and report the unreadable ones.
 
 Workers return images through shared memory that is reused. A torch worker would allocate new shared
-memory for each tensor that it sends; for the kernel, zeroing these pages is half as much work as
+memory for each tensor that it sends; zeroing these pages would take the kernel half as long as the
 decoding.
 """
 
@@ -43,13 +43,13 @@ __all__ = [
 ]
 
 TIMEOUT_SECONDS = 900.0
-# Maximum images per batch of `decode_split`: sending one costs as much as decoding a small image.
+# Maximum images per batch of `decode_split`: sending one batch costs as much as decoding one image.
 _MAX_CHUNK_IMAGES = 128
 # Maximum decoded bytes per batch: a large image is its own batch, so that the progress bar moves.
 _MAX_CHUNK_BYTES = 2**21
 # Smaller splits decode in less than a second, without worker processes and cache files.
 SMALL_SPLIT_BYTES = 2**24
-_PREFETCH_BYTES = 2**24  # decoded bytes ahead per worker, at most 8 batches of small images
+_PREFETCH_BYTES = 2**24  # decoded bytes that a worker may be ahead, but at most 8 batches
 _BATCH_BYTES_HEADROOM = 4  # reserve 4 times the mean: memory costs nothing until it is written
 _MAX_LISTED = 20
 _MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
@@ -108,8 +108,8 @@ def decode_batches(
         batches: indices of the images in the split, consumed lazily.
         num_workers: worker processes; 0 to decode in this process.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
-        bytes_per_image: estimate for a decoded image.
-        prefetch_factor: batches that a worker may be ahead, instead of waiting for a slower one.
+        bytes_per_image: estimated size of a decoded image in bytes.
+        prefetch_factor: batches sent ahead to each worker, so that none waits for a slower one.
         with_checksums: compute the crc32 of each image.
     Yields: for each batch, in order, a list of its images, with a DataError in place of an
         unreadable one. The images are valid until the next batch is requested.

@@ -34,7 +34,7 @@ def collate_ragged(images: Sequence[NDArray[np.uint8]], device: torch.device) ->
     """Pack images (H, W, 3) into one host buffer.
 
     Args:
-        device: target of the later copy; the buffer is pinned if it is a GPU.
+        device: device to which the buffer will be copied; for a GPU, the buffer is pinned.
     """
     sizes = np.array([image.shape[:2] for image in images], np.int64)
     num_bytes = 3 * int(sizes.prod(axis=1).sum())

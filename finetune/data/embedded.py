@@ -15,11 +15,11 @@ __all__ = ["open_embedded"]
 def open_embedded(source: str, name: str, *, multilabel: bool) -> Source:
     """Open scikit-learn's digits: 8x8 pixels, scaled from 0..16 to 0..255, gray as RGB.
 
-    The test split is every fifth image of each class, in scikit-learn's order. For digit_pairs,
-    each image of a split is the left half of a pair once, and the right half of a pair once.
+    The test split is every fifth image of each class, in scikit-learn's order. In digit_pairs, each
+    digit of a split is the left half of exactly one pair, and the right half of exactly one pair.
 
     Args:
-        source: source string, for the message and as the name of the dataset.
+        source: source string, for error messages and as the name of the dataset.
         name: "digits" or "digit_pairs".
         multilabel: True for digit_pairs, whose images have several labels; False for digits.
     Raises: DataError if `multilabel` does not match the dataset.

@@ -1,6 +1,6 @@
 """Encoded images in a fixed order: rows of a table, files of a folder, or an array."""
 
-# N images, H W pixels
+# N images, F files, H W pixels
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class TableChunk:
     first_row: int
     encoded_images: pa.Array
     paths: pa.Array | None
-    allowed_folders: tuple[Path, ...]  # that may hold image files; paths are relative to the first
+    # folders from which image files may be read; `paths` are relative to the first one
+    allowed_folders: tuple[Path, ...]
     rows: np.ndarray | None = None  # row numbers relative to first_row; None if consecutive
 
     def path_at(self, offset: int) -> str | None:
@@ -170,7 +171,7 @@ class TableImages:
         )
 
     def name_of(self, row: int) -> str:
-        """Return table and row, and the path of the image if the table has one."""
+        """Return the table's title, the row number, and the image's path if the table has one."""
         chunk, offset = self._locate_row(row)
         path = chunk.path_at(offset)
         number = chunk.first_row + (offset if chunk.rows is None else int(chunk.rows[offset]))
@@ -183,7 +184,7 @@ class TableImages:
     def stat_signatures(self, rows: np.ndarray) -> np.ndarray:
         """Return the `stat_signatures` of the tables and of these rows' image files, (F, 5)."""
         tables = self._stat_signatures.copy()
-        # a table file that changed after it was read differs from the images in memory: unsettled
+        # mark a table file as unsettled if it has changed: the images in memory are the old ones
         tables[np.any(stat_signatures(self._files) != tables, axis=1), 0] = -1
         files = []
         if any(chunk.encoded_images.null_count for chunk in self._chunks):
@@ -195,7 +196,7 @@ class TableImages:
         return np.concatenate([tables, stat_signatures(files)])
 
     def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
-        """Record digests (n, 16) of some rows, if there are rows that name a file."""
+        """Record digests (n, 16) of some rows; do nothing if all images are in the table itself."""
         if any(chunk.encoded_images.null_count for chunk in self._chunks):
             self._digests.record(rows, digests)
 

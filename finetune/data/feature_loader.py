@@ -1,6 +1,6 @@
 """Loader of precomputed features, with the same samples in each step as `ImageLoader`."""
 
-# B batch, N images, D width
+# B batch, N images, D width, K classes
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FeatureLoader:
 
     Attributes:
         store: the split, as a `PixelStore` whose pixels are never read.
-        labels: (N,) int64 on the device, or (N, K) uint8; see `Batch`.
+        labels: labels of the split on the device: (N,) int64, or (N, K) uint8 if multi-label.
     """
 
     def __init__(

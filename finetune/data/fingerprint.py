@@ -1,13 +1,13 @@
 """Fingerprint of a split: a SHA-256 over its labels and the digests of its images, cached on disk.
 
 The digests are stored under the stat signatures of the files: device, inode, size, mtime and
-ctime (in nanoseconds). While they stay the same, the files are not read again. File times are only
-as fine as the file system's clock. So if a file changed less than two seconds before it was read,
-or has a time in the future, the digests are not stored: another change in the same clock tick
-would leave its times the same.
+ctime (in nanoseconds). While these signatures stay the same, the files are not read again. File
+times are only as fine as the file system's clock. So if a file changed less than two seconds before
+it was read, or has a time in the future, the digests are not stored: another change in the same
+clock tick would leave its times the same.
 
-The digests of a split are a file in `hashes/` of the cache, which begins with a checksum. If the
-file is damaged, the images are hashed again; this is never an error.
+The digests of a split are stored as one file in the folder `hashes/` of the cache; the file begins
+with a checksum. If it is damaged, the images are hashed again; this is never an error.
 """
 
 # N images, F files
@@ -40,7 +40,7 @@ __all__ = ["MIN_STORED_BYTES", "compute_digests", "compute_fingerprint"]
 MAX_CACHE_BYTES = 2**30
 MIN_STORED_BYTES = 2**24  # below, threads and stored digests cost more than they save
 _PROGRESS_BAR_BYTES = 2**28  # above, hashing has a progress bar
-_MAX_CHUNK_IMAGES = 16  # per thread task, because starting a task costs time
+_MAX_CHUNK_IMAGES = 16  # per thread task; one image per task would waste time on starting tasks
 _CHUNK_BYTES = 2**20
 _NUM_THREADS = 8  # more than cores: they also wait for disks
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.digests")
@@ -55,8 +55,8 @@ def compute_fingerprint(digests_N16: NDArray[np.uint8], labels_N: NDArray[np.int
 def compute_digests(images: EncodedImages, rows_N: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return the digest of each encoded image, in order.
 
-    A small split is always read. A larger one is not read if no file has changed since an earlier
-    run; if one has, all are read.
+    Always reads a small split. For a larger split, returns the digests that an earlier run stored;
+    if any file has changed since then, reads all files.
 
     Args:
         images: images that are not streamed.

@@ -64,7 +64,7 @@ def resolve_data_section(
         data is None or _normalize_source(data) == _normalize_source(recipe.data.source)
     ):
         section = recipe.data
-        if data is not None and redact_urls(data) != data:  # the run stores no whole URL
+        if data is not None and redact_urls(data) != data:  # the run stored only the redacted URL
             section = section.model_copy(update={"source": data})
         return section, recipe.run.seed
     if data is None:

@@ -161,7 +161,7 @@ def _retry_online(source: str, call: Callable[[], _Result]) -> _Result:
         except TransientHubError as error:
             cause = str(error)
     raise HubError(
-        f"{source}: {cause}, but streaming reads from the hub; connect, or use a local copy",
+        f"{source}: {cause}, but streaming reads from the hub; go online, or use a local copy",
         code="hub.unreachable",
     )
 
@@ -234,7 +234,7 @@ def _load_cached(
     """Load a revision from the cache of `datasets`.
 
     Args:
-        hub_error: why the Hub failed; None in offline mode.
+        hub_error: error of the request to the Hub; None in offline mode.
     """
     import datasets
 
@@ -249,7 +249,7 @@ def _load_cached(
         dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
     except ConnectionError:
         raise HubError(
-            f"{source}: the hub cannot be reached and nothing is cached ({cause}); connect once, "
+            f"{source}: the hub cannot be reached and nothing is cached ({cause}); go online once, "
             "or use parquet: or folder: with a local copy",
             code="hub.unreachable",
         ) from None
@@ -265,7 +265,9 @@ def _load_cached(
     if commit != (expected if revision else expected or commit):
         only = f"only revision {commit} is cached"
         if hub_error is None:
-            raise DataError(f"{source}: {only}; connect to load another", code="data.not_cached")
+            raise DataError(
+                f"{source}: {only}; go online to load another revision", code="data.not_cached"
+            )
         message = f"{source}: {cause}, and {only}; try again later"
         raise HubError(message, code="hub.unreachable")
     warn_once(f"{source}: {cause}; using revision {commit} from the cache")
@@ -315,7 +317,7 @@ def _recorded_commit(loaded: Any) -> str | None:
 
 @contextlib.contextmanager
 def _force_offline() -> Iterator[None]:
-    """Context manager: `datasets` reads only its cache and does not wait for the Hub."""
+    """Make `datasets` read only its cache inside the `with` block, without waiting for the Hub."""
     from datasets import config
 
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE

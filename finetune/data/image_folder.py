@@ -94,7 +94,7 @@ class SymlinkChecker:
 def walk_images(
     folder: Path, ignored: Counter[str], symlink_checker: SymlinkChecker | None = None
 ) -> Iterator[str]:
-    """Yield the image files below a folder; follow symlinks to folders, but visit none twice.
+    """Yield the image files below a folder; follow symlinks, but visit no folder twice.
 
     Args:
         folder: top folder; hidden files and folders in it are skipped.
@@ -195,8 +195,8 @@ def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
         return _open_folder_with_csv(source, root, folders, csv_files, multilabel=multilabel)
     if multilabel:
         raise DataError(
-            f"{source}: class folders give one label per image, but data.task=multilabel needs any "
-            "number; add a labels.csv with the columns path and label (cat|dog)",
+            f"{source}: class folders give only one label per image; for data.task=multilabel, add "
+            "a labels.csv with the columns path and label (such as cat|dog)",
             code="data.no_labels",
         )
     if len(class_folders) == 1 and folders.get("train") == root:
@@ -257,8 +257,8 @@ def _open_folder_with_csv(
     """Open a folder whose labels are in one CSV file, or in one per split.
 
     Args:
-        folders: folder of each split; if there are no split folders, the root as "train".
-        csv_files: CSV file in the folder of each split; None if it has none.
+        folders: dict from split to its folder; without split folders, the root is "train".
+        csv_files: dict from split to the CSV file in its folder; None for a folder without one.
     """
     images_by_split: dict[str, list[tuple[str, ClassNames]]] = {}
     columns: dict[str, tuple[str, ...]] = {}

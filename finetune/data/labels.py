@@ -96,7 +96,7 @@ def _to_label_array(column: pa.ChunkedArray, split: str, rows: np.ndarray) -> np
 def _encode_by_sorted_value(
     arrays: dict[str, np.ndarray], rows: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Encode labels if no class names are declared: index the sorted unique labels."""
+    """Encode labels without declared class names: as indices of the sorted unique labels."""
     if len({array.dtype.kind for array in arrays.values()}) > 1:
         raise DataError(
             "the label column holds integers in one split and strings in another; write all splits "

@@ -48,8 +48,8 @@ class Batch:
 
     Attributes:
         images_BCHW: normalized pixels on the device.
-        labels_B: class indices, fewer than images if the last images are padding, which keeps the
-            ranks in step. Multi-label: (B, K) uint8, 1 for each class of an image.
+        labels_B: class indices; none for the padding images at the end, which give every rank the
+            same number of batches. Multi-label: (B, K) uint8, 1 for each class of an image.
         targets_BK: soft targets with mixup or cutmix, else None.
         indices: indices of the labeled images in the split, (B,).
     """
@@ -95,7 +95,7 @@ class ImageLoader:
     ) -> Generator[tuple[int, Iterator[Batch]], None, None]:
         """Yield for each step the number of micro-batches, and an iterator over them.
 
-        Closing the generator stops the workers after the last micro-batch iterator has been
+        After this generator is closed, the workers stop as soon as the last micro-batch iterator is
         garbage-collected.
 
         Args:

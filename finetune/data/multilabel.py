@@ -53,7 +53,7 @@ def encode_label_lists(
         columns: dict from split to label lists, (N,), of integers or strings; [] for no label.
         declared: declared class names of each split, see `encode_labels`.
     Returns: a dict from split to its indicator matrix, (N, K); and the class names.
-    Raises: DataError for another type or an unknown class, naming split and row.
+    Raises: DataError for labels of another type or of an unknown class, naming split and row.
     """
     rows: dict[str, NDArray[np.int64]] = {}
     values: dict[str, pa.ChunkedArray] = {}

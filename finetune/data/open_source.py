@@ -3,12 +3,12 @@
     hub:owner/name[@revision][:config]    a dataset on the Hugging Face Hub
     parquet:PATH                          a file, a glob, or a folder in the Hub's layout
     folder:PATH                           train/, val/ and test/ with a folder per class in each,
-                                          or one folder of class folders (then all is train),
+                                          or only class folders (then all images are train),
                                           or images with a metadata.csv or labels.csv
     csv:PATH                              a file with a path, a label and optionally a split for
                                           each image
-    tar:PATTERN                           WebDataset shards: KEY.jpg with KEY.cls or KEY.json, in a
-                                          folder, by {000..099} or *, or at URLs
+    tar:PATTERN                           WebDataset shards (KEY.jpg with KEY.cls or KEY.json): a
+                                          file, a folder, a pattern with {000..099} or *, or URLs
     embedded:digits                       scikit-learn's 1,797 handwritten digits
     embedded:digit_pairs                  two digits side by side, with several labels per image
 

@@ -197,7 +197,7 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
 def _open_cached(
     folder: CacheFolder, name: str, split: Split, options: DecodeOptions
 ) -> DecodedSplit | None:
-    """Open the cached split if it exists; None if it does not, or is damaged and thus removed."""
+    """Open the cached split; return None if its file does not exist or was removed as damaged."""
     try:
         with folder.open(name) as file:
             table = read_pixel_table(file, name.removesuffix(".pixels"), len(split))

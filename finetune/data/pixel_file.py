@@ -83,7 +83,7 @@ def read_pixel_table(file: BinaryIO, key: str, num_images: int) -> PixelTable:
 
     Args:
         key: expected cache key.
-        num_images: size of the split.
+        num_images: number of images in the split, readable or not.
     Raises: ValueError for a file that is damaged or has another key; OSError if it cannot be read.
     """
     start = file.seek(0, os.SEEK_END) - _FOOTER.size

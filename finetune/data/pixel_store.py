@@ -194,15 +194,16 @@ def build_pixel_store(
         local_world_size: processes that share this host's memory.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
     Raises: DataError listing all unreadable images (if `unreadable` is "stop" and images are not
-        decoded on demand), for an image that changes meanwhile, or if a split to keep does not fit
-        in memory; SetupError if a decoding process was killed or hangs.
+        decoded on demand), for an image that changes meanwhile, or if the images do not fit in
+        memory but `keep` forbids decoding on demand; SetupError if a decoding process was killed or
+        hangs.
     """
     num_workers = resolve_num_workers(num_workers, local_world_size)
     if split.is_streamed:  # an unreadable image raises when it is read
         return PixelStore(
             split, None, num_workers=num_workers, timeout_seconds=timeout_seconds, device=device
         )
-    _ = split.digests  # so that decoding stops at a changed image
+    _ = split.digests  # recorded here, so that decoding stops at an image that changes later
     num_bytes, memory_bytes = estimate_decoded_bytes(split), total_memory_bytes()
     label = f"{split.name}: about {format_bytes(num_bytes)} of decoded images"
     options = DecodeOptions(num_workers, unreadable, progress, timeout_seconds)

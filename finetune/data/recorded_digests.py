@@ -1,9 +1,10 @@
-"""Digests of image files, which stop a run that reads other content than its fingerprint covers.
+"""Digests of image files, to stop a run if a file changes after its fingerprint was computed.
 
 The first time that a file is read, its content is compared with the digest. Afterwards only its
-stat signature is compared, before and after the read: device, inode, size, mtime and ctime. If that
-differs (or if the file changed within the last two seconds, see `is_settled`), the content is
-compared again. So `touch` or a file system without stable inodes costs time, but stops nothing.
+stat signature is compared, before and after the read: device, inode, size, mtime and ctime. If the
+signature differs (or if the file changed within the last two seconds, see `is_settled`), the
+content is compared again. So `touch` or a file system without stable inodes costs time, but does
+not stop the run.
 """
 
 # N images
@@ -37,7 +38,7 @@ def image_digest(body: bytes) -> bytes:
 
 
 class RecordedDigests:
-    """Digests of images that have a file each, to open these files only if they are unchanged.
+    """Digests of images in separate files; opens a file only if its content is unchanged.
 
     Args:
         num_images: number of images, N.
@@ -56,8 +57,8 @@ class RecordedDigests:
         if self._digests_N16 is None:
             self._digests_N16 = np.zeros((self._num_images, DIGEST_BYTES), dtype=np.uint8)
             self._is_recorded_N = np.zeros(self._num_images, dtype=bool)
-            # Hashes of the signatures that files had when their content was compared; 0 before. In
-            # shared memory: the worker processes of an epoch find those of the epoch before.
+            # Hash of the signature that each file had when its content was compared; 0 before. In
+            # shared memory, so that the workers of an epoch know what earlier workers compared.
             shared = mmap.mmap(-1, 8 * self._num_images)
             self._signature_hashes_N = np.frombuffer(shared, dtype=np.int64)
         self._digests_N16[rows] = digests_n16
@@ -67,8 +68,8 @@ class RecordedDigests:
     def open(self, row: int, path: Path) -> Iterator[IO[bytes]]:
         """Open the file of an image to read it inside the `with` block.
 
-        Raises: DataError if it cannot be opened; with the code data.changed if its content is not
-            the recorded one, or if it could be read when the digest was computed.
+        Raises: DataError if it cannot be opened. The code is data.changed if the file was readable
+            when its digest was recorded, or if its content does not match the digest.
         """
         if self._digests_N16 is None or not self._is_recorded_N[row]:
             with open_dataset_file(path) as stream:

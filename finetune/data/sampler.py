@@ -92,8 +92,8 @@ class DistributedBatchSampler:
         Args:
             step: index of the optimizer step.
             rank, world_size: rank of this process and number of processes.
-            micro_batch_size: maximum images per micro-batch, or one image (or pair) more if the
-                ranks' shares are uneven; None for a single micro-batch.
+            micro_batch_size: maximum images per micro-batch; exceeded by one image (or pair) if the
+                batch does not divide evenly among the ranks. None for a single micro-batch.
         Returns: for each micro-batch its augmentation keys (B,) uint64 and its sample indices (B,)
             int64; every rank has the same number of micro-batches.
         Raises: RecipeError if a process would get less than one image (or pair).

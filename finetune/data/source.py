@@ -69,8 +69,8 @@ class Split:
         Args:
             buffer: memory to decode into, see `decode_image`.
         Returns: (H, W, 3) uint8 RGB.
-        Raises: DataError naming the image; with the code data.changed if its content is not that
-            of `digests`.
+        Raises: DataError naming the image; with the code data.changed if its content does not match
+            `digests`.
         """
         return self.images.decode(self._image_row(index), self.decode_size, buffer)
 
@@ -98,7 +98,7 @@ class Split:
     def digests(self) -> np.ndarray:
         """Digest of each image, (N, 16) uint8, see `compute_digests`; not for streamed images.
 
-        Once they are known, `decode` raises a DataError for an image whose content differs.
+        From the first access on, `decode` raises a DataError for an image whose content differs.
         """
         digests = compute_digests(self.images, self.image_rows)
         self.images.record_digests(self.image_rows, digests)

@@ -31,7 +31,7 @@ def merge_val(source: Source) -> Source:
     """Append the validation images of the source to its training images.
 
     Returns: the source without "val".
-    Raises: DataError unless it has both splits.
+    Raises: DataError unless the source has both splits.
     """
     splits = dict(source.splits)
     if not {"train", "val"} <= set(splits):

@@ -29,7 +29,7 @@ def stat_signature(file: int | bytes | str | os.PathLike[str]) -> tuple[int, int
 def is_settled(signature: tuple[int, int, int, int, int]) -> bool:
     """True if the file last changed more than two seconds ago.
 
-    Another change of a file that changed later might leave its times the same.
+    If a file changed more recently, its next change might leave its times the same.
     """
     return max(signature[3:]) <= time.time_ns() - SETTLED_NS
 
@@ -39,7 +39,8 @@ def stat_signatures(paths: Iterable[bytes | str | os.PathLike[str]]) -> NDArray[
 
     Args:
         paths: paths of the files.
-    Returns: (F, 5) `stat_signature`; zeros if stat fails. The device is -1 unless `is_settled`.
+    Returns: (F, 5), the `stat_signature` of each file, but with -1 as the device unless
+        `is_settled`; zeros if stat fails.
     """
     return np.array([_stat_signature(path) for path in paths], dtype=np.int64).reshape(-1, 5)
 
@@ -55,5 +56,5 @@ def _stat_signature(
 
 
 def are_settled(signatures_F5: NDArray[np.int64]) -> bool:
-    """True if files that keep these signatures are surely unchanged; False for no files."""
+    """True if each file is surely unchanged while its signature is; False without any files."""
     return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == _UNSETTLED)

@@ -1,7 +1,7 @@
 """Index WebDataset tar shards: offset, size and label of each image, cached and verified.
 
-A sample consists of the members with the same key: `dog/7.jpg` with `dog/7.cls`, which holds the
-label, or with `dog/7.json`, where a field holds it. Nothing is unpacked: `tarfile` reads only the
+A sample consists of the members with the same key: the image `dog/7.jpg`, and `dog/7.cls` with the
+label, or `dog/7.json` with a field for the label. Nothing is unpacked: `tarfile` reads only the
 headers and labels of a shard, and images are read by offset and size.
 
 The index of a shard is a file in `tars/` of the cache: a sha256 of cache key and JSON, then the

@@ -159,7 +159,8 @@ class WorkerStatus:
         return SetupError(
             f"data workers: no batch came within {seconds:g} seconds; "
             f"{'; '.join(busy) or 'no worker is decoding an image'}; check these images and their "
-            "disk, or raise run.timeout_seconds (a worker gets half of it); continue with --resume",
+            "disk, or raise run.timeout_seconds (the limit for one batch is half of it); continue "
+            "with --resume",
             code="setup.timeout",
         )
 
@@ -251,11 +252,11 @@ class _Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None) -> Iterator[None]:
-        """Context manager: watch the read inside it.
+        """Context manager: kill the workers if the block takes too long.
 
         Args:
-            seconds: time limit of the caller, to which the watchdog adds a margin; None to watch
-                nothing.
+            seconds: time limit of the caller, to which the watchdog adds a margin; None for no
+                limit.
         Raises: the error of `make_error`, instead of the error that killing the workers caused.
         """
         if seconds is not None and self._thread is None:

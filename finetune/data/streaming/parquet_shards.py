@@ -71,7 +71,7 @@ class ParquetShard:
         return sum(chunk.total_uncompressed_size for chunk in self._column_chunks(group, column))
 
     def read_group(self, group: int, column: str) -> pa.ChunkedArray:
-        """Read one column of one row group, without the other columns, with one range read.
+        """Read one column of one row group with one range read.
 
         Raises: DataError for damaged bytes; otherwise same as `ShardFile.read`.
         """

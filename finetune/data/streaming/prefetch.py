@@ -1,7 +1,7 @@
 """Prefetch streamed images: threads fetch row groups and decode images before they are needed.
 
-It uses threads instead of worker processes, because worker processes would fetch the same row
-groups several times. The decoders release the GIL.
+Threads are used, because worker processes would fetch the same row groups several times. The
+decoders release the GIL.
 """
 
 # B batch, C channels, H W pixels
@@ -187,8 +187,8 @@ class Prefetcher:
             return [image for part in batch.image_futures for image in part.result(seconds)]
         except FutureTimeoutError:
             raise SetupError(
-                f"data: no batch arrived within {seconds:g} seconds, which is half of "
-                "run.timeout_seconds; check the connection or the disk, or raise the key; "
+                f"data: no batch arrived within {seconds:g} seconds; check the connection or the "
+                "disk, or raise run.timeout_seconds (the limit for one batch is half of it); "
                 "continue with --resume",
                 code="setup.timeout",
             ) from None

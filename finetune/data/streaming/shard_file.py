@@ -63,7 +63,8 @@ class LocalFile:
         path: path of the file.
         size: size in bytes when the source was opened.
         modified_ns: modification time in nanoseconds when the source was opened.
-        changed_ns: its ctime then; unlike the modification time, a program cannot set it back.
+        changed_ns: ctime in nanoseconds when the source was opened; unlike the modification time, a
+            program cannot set it back.
     """
 
     path: Path
@@ -99,7 +100,7 @@ class LocalFile:
                 part = stream.read(length)
                 stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
         except DataError as error:
-            if error.code == "data.not_found":  # even for a moment; it could be opened before
+            if error.code == "data.not_found":  # also if only for a moment: it existed before
                 raise DataError(f"{error}; {_RESTORE_HINT}", code="data.changed") from None
             raise
         current = LocalFile(self.path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -275,7 +276,7 @@ ShardFile = LocalFile | RemoteFile
 
 @contextlib.contextmanager
 def _connection_errors(display_name: str) -> Iterator[None]:
-    """Context manager: convert errors of httpx, temporary ones to TransientHubError."""
+    """Convert errors of httpx to TransientHubError if they are temporary, else to HubError."""
     try:
         yield
     except (FinetuneError, TransientHubError):

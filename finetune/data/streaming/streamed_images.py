@@ -39,7 +39,8 @@ class ReadableShard(Protocol):
 
     Attributes:
         file: the file to read.
-        content_id: tells apart shards of the same name and size but different content.
+        content_id: identifier of the content; differs between versions of a shard, even if name and
+            size are the same.
     """
 
     @property
@@ -56,7 +57,7 @@ class RowGroup:
 
     Args:
         chunk: all encoded images of the row group.
-        rows: (n,) indices of the images to keep, within the row group, ascending; None for all.
+        rows: (n,) ascending indices, within the row group, of the images to keep; None for all.
     """
 
     def __init__(self, chunk: TableChunk, rows: NDArray[Any] | None = None) -> None:
@@ -76,7 +77,7 @@ class RowGroup:
         return row if self._rows is None else int(np.searchsorted(self._rows, row))
 
     def read_bytes(self, row: int) -> bytes:
-        """Return the encoded image of a row of the row group. Raises: DataError if missing."""
+        """Return the encoded image of a row. Raises: DataError if the row has no image."""
         return self._images.read_bytes(self._index(row))
 
     def decode(
@@ -141,7 +142,7 @@ class StreamedImages:
         """Read a row group.
 
         Args:
-            rows: (n,) indices of the rows to keep, within the row group, ascending; None for all.
+            rows: (n,) ascending indices, within the row group, of the rows to keep; None for all.
         Raises: same as the shard's `read_group`; also DataError for a row group over 2 GiB.
         """
         shard_index, group_in_shard = self._shard_groups[group]
@@ -180,7 +181,7 @@ class StreamedImages:
             return recent[group], row - int(self.group_starts[group])
 
     def read_bytes(self, row: int) -> bytes:
-        """Return the encoded image of a row. Raises: DataError if missing."""
+        """Return the encoded image of a row. Raises: DataError if the row has no image."""
         group, row_in_group = self._recent_group(row)
         return group.read_bytes(row_in_group)
 

@@ -145,7 +145,7 @@ def trivial_augment(
 def auto_augment(
     images_B3HW: Tensor, rng: SampleRNG, *, interpolation: str, sizes: IntArray | None = None
 ) -> Tensor:
-    """Apply a random sub-policy of AutoAugment's ImageNet policy, two operations, to each sample.
+    """Apply a random sub-policy (two operations) of AutoAugment's ImageNet policy to each sample.
 
     Source: torchvision, transforms.v2.AutoAugment; the policy's table comes from timm.
     """
@@ -189,7 +189,7 @@ def augmix(
     """Mix each sample with the results of `width` chains of random operations.
 
     Args:
-        severity: number of magnitudes to draw from, of ten.
+        severity: number of magnitude levels to draw from: the lowest of ten levels.
         width: number of chains.
         depth: operations per chain; 0 draws 1 to 3 for each chain.
         alpha: parameter of the Dirichlet and Beta distributions of the weights.

@@ -2,8 +2,8 @@
 
 Images of several sizes can share a canvas: each image occupies its upper left corner, and `sizes`
 (B, 2) gives the heights and widths. Operations read no pixel outside an image, and leave undefined
-values there. Sums over such images add values rounded to multiples of a fixed step, so they are
-exact and do not depend on the size of the canvas.
+values there. Sums over images on a canvas add values rounded to multiples of a fixed step, so the
+sums are exact and do not depend on the size of the canvas.
 
 No operation rounds its result, so each agrees with torchvision on float images. torchvision's uint8
 path truncates after every operation: its values (0 to 255) are lower, by 0.5 on average and at most
@@ -193,7 +193,7 @@ def _jitter_range(jitter: JitterRange, center: float) -> tuple[float, float]:
 def adjust_sharpness(
     images_B3HW: Tensor, factors: FloatArray, sizes: IntArray | None = None
 ) -> Tensor:
-    """Scale the distance from the 3x3 smoothed image by `factors` (B,), except at the border."""
+    """Scale the distance of inner pixels from the 3x3 smoothed image by `factors` (B,)."""
     if min(images_B3HW.shape[2:]) <= 2:
         return images_B3HW
     kernel = to_device(_SMOOTHING_KERNEL, images_B3HW.device)
@@ -221,13 +221,13 @@ def invert(images_B3HW: Tensor) -> Tensor:
 
 
 def solarize(images_B3HW: Tensor, thresholds: FloatArray) -> Tensor:
-    """Invert the values from a threshold (B,) on; thresholds are fractions of 255."""
+    """Invert values at or above an image's threshold; `thresholds` (B,) are fractions of 255."""
     is_solarized = images_B3HW >= _per_sample(255 * thresholds, images_B3HW)
     return torch.where(is_solarized, invert(images_B3HW), images_B3HW)
 
 
 def posterize(images_B3HW: Tensor, bits: FloatArray) -> Tensor:
-    """Keep the highest bits of each value; `bits` (B,) is their number in each image."""
+    """Keep the highest bits of each value; `bits` (B,) is the number of bits to keep."""
     step = _per_sample(2.0 ** (8 - bits), images_B3HW)
     return torch.floor(images_B3HW / step) * step
 

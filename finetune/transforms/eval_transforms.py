@@ -54,7 +54,7 @@ def build_pipeline(
         preprocessing: the model's image size, mean, std and interpolation.
         transform_spec: the operations; None for `default_eval_spec(preprocessing)`.
         train: True for training transforms, False for evaluation; see `Pipeline`.
-        decode_size: smallest side for reduced JPEG decoding; see `Pipeline`.
+        decode_size: the recipe's data.decode_size; see `Pipeline`.
     Raises: RecipeError if the spec does not end at the image size.
     """
     return Pipeline(
@@ -69,7 +69,7 @@ def build_pipeline(
 
 
 def add_corruption(transform_spec: str, kind: str, severity: int) -> str:
-    """Append a corruption to an evaluation spec, without its `normalise`, which must come last."""
+    """Append a corruption to an evaluation spec; drop `normalise`, which is implied at the end."""
     operations = [word.strip() for word in transform_spec.split("|")]
     without_normalise = [word for word in operations if not word.startswith("normalise")]
     return " | ".join([*without_normalise, f"corrupt('{kind}', {severity})"])

@@ -1,8 +1,8 @@
 """Plan the execution order and image sizes of transform operations (no torch here).
 
 Operations run in the written order. Consecutive geometric operations are fused into one step, which
-costs one resampling. Only the corruption of `finetune eval --corrupt` is moved: it corrupts the
-source pixels of an image that is then enlarged, as CIFAR-10-C does.
+costs one resampling. Only the corruption of `finetune eval --corrupt` is moved: if an image is
+enlarged, the corruption is applied before that, as in CIFAR-10-C.
 """
 
 from __future__ import annotations

@@ -59,14 +59,15 @@ _ASPECT_RATIO_BOUNDS = (0.001, 1000)  # aspect ratios are drawn in log space, so
 
 OPERATIONS: dict[str, Operation] = {
     "resize": Operation(
-        "resize to the model's size; resize(n): shorter side to n; resize((h, w)): to h x w; with "
-        "fit, keep the aspect ratio: contain: at most as large as the size; cover: at least",
+        "resize to the model's size; resize(n): shorter side to n; resize((h, w)): to h x w; "
+        "fit='contain' keeps the aspect ratio, with both sides at most this long; fit='cover': at "
+        "least this long",
         {"size": _SIZE, "interpolation": _INTERPOLATION, "fit": _FIT},
         "geometry",
         is_random=False,
     ),
     "center_crop": Operation(
-        "crop the center; if the image is smaller, pad it with zeros, or with the mean color",
+        "crop the center; if the image is smaller, pad it with zeros (fill='mean': mean color)",
         {"size": _SIZE, "fill": Parameter("choice", None, choices=("mean",))},
         "geometry",
         is_random=False,
@@ -126,7 +127,7 @@ OPERATIONS: dict[str, Operation] = {
         is_random=True,
     ),
     "trivial_augment": Operation(
-        "TrivialAugment: apply one random operation of RandAugment's with a random magnitude",
+        "TrivialAugment: apply one of RandAugment's operations with a random magnitude",
         {
             "num_magnitude_bins": Parameter("integer", 31, 2, 1000),
             "interpolation": _WARP_INTERPOLATION,

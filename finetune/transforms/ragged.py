@@ -55,7 +55,7 @@ class RaggedBatch:
         offsets_B: index of the first pixel of each image.
         row_strides_B: number of pixels from one row to the next.
         common_size: (H, W); images of this size are resampled by matrix products, as in batches of
-            one size. None if there are none.
+            one size. None if all images are resampled by weighted sums.
     """
 
     pixels: Tensor

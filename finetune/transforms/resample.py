@@ -130,7 +130,7 @@ class AxisTransform:
         return self.selections[-1].length
 
     def crop(self, starts: PerImage, length: PerImage, *, padding: int = 0) -> None:
-        """Pad both ends with zeros, then crop windows; parts beyond the padding are also zeros.
+        """Pad both ends with zeros, then crop a window; its pixels beyond the padding are also 0.
 
         Args:
             starts: first pixel of each window, counted from the start of the padding.

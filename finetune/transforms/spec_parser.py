@@ -176,8 +176,8 @@ def _check_value(value: Any, parameter: Parameter) -> Any:
         if parameter.kind in ("number", "integer"):
             raise ValueError(f"must be {noun} {bounds}")
         if len(value) != 2 or not all(_is_number(x, integer_only, low, high) for x in value):
-            alternative = "" if parameter.kind == "range" else f"{noun} or "
-            raise ValueError(f"must be {alternative}two of them {bounds}")
+            accepted = "two numbers" if parameter.kind == "range" else f"{noun} or two of them"
+            raise ValueError(f"must be {accepted} {bounds}")
         if parameter.kind != "size" and value[0] > value[1]:
             raise ValueError("must start with the smaller number")
         if parameter.kind == "range" and value[1] <= 0:

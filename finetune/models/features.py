@@ -201,7 +201,7 @@ def _find_head_modules(
 ) -> list[str] | None:
     """Return the names of the modules between pre-logits and logits, in forward order.
 
-    None if code between these modules also changes the values.
+    Returns None if other code between pre-logits and logits also changes the values.
     """
     dropouts = [name for name, module in model.named_modules() if _is_active_dropout(module)]
     logits, recorded = _run_with_hooks(model, images_BCHW, [*dropouts, classifier])

@@ -59,9 +59,9 @@ def freeze_parameters(model: nn.Module, freeze: str | int) -> None:
 
 
 def _block_parameter_names(model: nn.Module) -> list[list[str]]:
-    """Return the parameter names of the stem, then of each block; without layers after the blocks.
+    """Return the parameter names of the stem, then of each block.
 
-    Empty for a network without group_matcher().
+    Layers after the blocks are left out. The list is empty for a network without group_matcher().
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:

@@ -103,9 +103,9 @@ def _record_attention(
 
     Args:
         reduce: function applied to the attention weights of each block, (B, heads, N, N).
-    Returns: a tuple of three: one reduced tensor per block; the weights of attention pooling, or
-        None if the network pools without attention; the grid of patches (h, w). If any block has no
-        global self-attention, None replaces the tuple.
+    Returns: None if any block has no global self-attention. Otherwise: one reduced tensor per
+        block; the weights of attention pooling, or None if the network pools without attention; and
+        the grid of patches, (h, w).
     """
     blocks, prefix = getattr(model, "blocks", None), getattr(model, "num_prefix_tokens", None)
     if not isinstance(blocks, nn.Module) or prefix is None:

@@ -63,7 +63,7 @@ def add_adapter(
         image_size: (height, width) in pixels, for the check that each layer can be merged.
         kind: "lora" or "dora".
         rank: rank of each layer's update.
-        alpha: the updates are scaled by alpha / rank; None for a scale of 1.
+        alpha: strength of the updates, which are scaled by alpha / rank; None for a scale of 1.
         targets: "attention", "mlp", "all" or regular expressions that match the end of layer names.
         dropout: dropout rate on the adapter's input.
     Raises: RecipeError for a target that matches no layer, a rank above the full rank of a layer,

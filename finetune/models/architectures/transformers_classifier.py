@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ARCHITECTURE = "transformers_classifier"
-_PREFIX = "network."  # of the tensors of TransformersClassifier
+_PREFIX = "network."  # prefix of the tensor names of TransformersClassifier
 # Keys of a config.json that are not about the network: they describe the file, the classes or the
 # preprocessing, choose how transformers runs the network, or configure CLIP's unused text encoder.
 _OTHER_KEYS = (
@@ -54,8 +54,8 @@ class TransformersClassifier(nn.Module):
     Args:
         transformers_config: content of a config.json, from `network_config`.
         num_classes: K; 0 returns features instead of logits.
-        in_chans: must be 3; timm passes it to every network.
-        img_size: image size in pixels; None for that of the configuration.
+        in_chans: number of image channels, always 3; timm passes it to every network.
+        img_size: image size in pixels; None for the image size in the configuration.
     Raises: SetupError without transformers; WeightsError if transformers cannot build the network.
     """
 
@@ -134,11 +134,11 @@ class TransformersClassifier(nn.Module):
         """Convert the tensors of a transformers checkpoint to a state dict of this module.
 
         transformers loads the tensors, because it can also convert the tensor names of its earlier
-        versions. A network that was pretrained without a head has none in the result.
+        versions. If the checkpoint has no tensors for the head, the result has none either.
 
         Args:
             tensors: content of the weights file, {name: tensor}.
-            source: name of the weights as the user gave it, named in error messages.
+            source: name of the weights as the user gave it, for error messages.
         Raises: WeightsError if tensors are missing or have the wrong shape.
         """
         try:
@@ -174,7 +174,7 @@ class TransformersClassifier(nn.Module):
         return state
 
     def _set_image_size(self, image_size: tuple[int, int]) -> None:
-        """Create the network again if it only accepts its configuration's image size."""
+        """Rebuild the network for an image size that it does not accept as configured."""
         config = copy.deepcopy(self.network.config)
         vision_config = getattr(config, "vision_config", config)
         own = getattr(vision_config, "image_size", None)
@@ -221,7 +221,7 @@ def transformers_classifier(pretrained: bool = False, **kwargs: Any) -> Transfor
 def _resize_position_embeddings(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Resize position embeddings as transformers does: bicubic, without antialiasing.
 
-    Their shape is (1, N, D) or (N, D); N counts 0 to 2 prefix tokens and the patches of a square.
+    Their shape is (1, N, D) or (N, D), with N = 0 to 2 prefix tokens + the patches of a square grid.
     """
     own = model.state_dict()
     for name, tensor in state.items():
@@ -284,7 +284,7 @@ def classifier_types() -> list[str]:
 def _create_network(config: Mapping[str, Any], num_classes: int) -> Any:
     library = _import_transformers()
     kind = config.get("model_type")
-    # of several classifiers of one type, `architectures` names the one to build
+    # if a model type has several classifiers, `architectures` names the one to build
     own = {"architectures": [], **config, "num_labels": num_classes}
     own.pop("model_type", None)
     try:
@@ -303,7 +303,7 @@ def _create_network(config: Mapping[str, Any], num_classes: int) -> Any:
         ) from error
     if "input_ids" in inspect.signature(network.forward).parameters:
         raise WeightsError(
-            f"{kind}: the network takes tokens, not only an image; choose another network",
+            f"{kind}: the network needs text tokens besides the image; choose another network",
             code="weights.unsupported",
         )
     return network

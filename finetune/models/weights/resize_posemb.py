@@ -16,7 +16,7 @@ from finetune.errors import WeightsError
 __all__ = ["RESIZE_METHODS", "default_resize_method", "resize_posemb", "square_grid"]
 
 RESIZE_METHODS = ("paper", "timm", "dinov2")
-_GOOGLE_TAGS = ("augreg", "orig_in21k", "sam_in1k")  # how timm's tags of Google's ViTs start
+_GOOGLE_TAGS = ("augreg", "orig_in21k", "sam_in1k")  # timm's tags of Google's ViTs begin with these
 _GOOGLE_ARCHITECTURES = ("_siglip", "flexivit")
 
 
@@ -56,7 +56,7 @@ def resize_posemb(
         target_grid: (height, width) in patches.
         method: one of RESIZE_METHODS: "paper" is bilinear with aligned corners, computed in
             float64; "timm" is timm's antialiased bicubic; "dinov2" is bicubic without antialiasing,
-            with the scale (n + 0.1) / m for n of m patches, computed in float64.
+            with the scale (n + 0.1) / m from m to n patches, computed in float64.
         num_prefix_tokens: leading tokens outside the grid (class, distillation, registers); 0 for
             networks that embed only patches.
         source_grid: (h, w) of `posemb_1ND`; None for a square grid.

@@ -210,11 +210,11 @@ def has_huge_value(value: object) -> bool:
 
 
 def check_memory(network: nn.Module, source: str) -> None:
-    """Raise WeightsError if a network on the meta device would need more memory than there is.
+    """Raise WeightsError if a network would need more memory than this machine has.
 
     Args:
-        network: the network that an untrusted config.json describes.
-        source: name of the weights as the user gave it.
+        network: the network that an untrusted config.json describes, on the meta device.
+        source: name of the weights as the user gave it, for the message.
     """
     available = total_memory_bytes()
     needed = sum(tensor.nbytes for tensor in network.state_dict().values())
@@ -283,8 +283,8 @@ def validate_config(schema: type[Schema], content: Any, label: str, *parents: st
     Args:
         schema: the pydantic model of the valid values.
         content: the entries, read from JSON.
-        label: name of the file in messages.
-        parents: keys of the mappings that contain the entries.
+        label: name of the file, for messages.
+        parents: keys of the mappings that contain the entries, outermost first.
     Raises: WeightsError that names the first invalid key.
     """
     try:

@@ -131,7 +131,7 @@ def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
         reason = str(error).partition("\n")[0][:200]
         raise SetupError(
             f"the processes of this launch cannot connect ({reason}); if the launcher restarts "
-            "processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it",
+            "processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before starting it",
             code="setup.lost_process",
         ) from error
     finally:
@@ -140,9 +140,9 @@ def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
 
 
 def _check_num_processes(processes: PartialState, requested: int | None) -> None:
-    """Compare the number of processes with the recipe and the launcher's command line.
+    """Check that as many processes run as the recipe and the launcher's command line request.
 
-    Raises: SetupError with the right command if they differ.
+    Raises: SetupError with the right command if the numbers differ.
     """
     for number in (requested, requested_num_processes()):
         if number is not None and number != processes.num_processes:

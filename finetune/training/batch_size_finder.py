@@ -37,7 +37,7 @@ __all__ = [
     "resolve_micro_batch_size",
 ]
 
-_MARGIN_DIVISOR = 4  # try a quarter more images: room for the next input, and for fragmentation
+_MARGIN_DIVISOR = 4  # try a quarter more images: covers the next input, and fragmentation
 _USABLE_SHARE = 0.8  # of the free memory of a host
 _NUM_MEASURED_IMAGES = 4
 
@@ -207,7 +207,7 @@ def _smaller_batch_message(micro_batch_size: int, share: int, network: nn.Module
 
 
 def read_micro_batch_size(run: RunDir) -> int | None:
-    """Return the recorded micro-batch size; None without one, or if another machine found it."""
+    """Return the recorded micro-batch size; None if none is recorded, or by another machine."""
     record = read_record(run)
     match record.get("micro_batch"):
         case {"images": int(images), "on": on} if images > 0 and on == _recorded_machine(record):

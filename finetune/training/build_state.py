@@ -76,7 +76,7 @@ def build_trainer_state(
     if is_compiled:
         network.compile()
     if accelerator.ddp_handler is not None and isinstance(network, TransformersClassifier):
-        # its logits may not depend on all parameters, such as SigLIP's pooling head
+        # The logits may not depend on every parameter: SigLIP's do not use its pooling head.
         accelerator.ddp_handler.find_unused_parameters = True
     model, prepared_optimizer = accelerator.prepare(network, optimizer)
     return TrainerState(

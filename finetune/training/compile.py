@@ -108,8 +108,8 @@ def should_compile(
         setting: the value of `model.compile`: true, false, or "auto" (compile if the run is long
             enough to save time).
         sharded: True with FSDP, for which "auto" does not compile.
-        num_images: images that each process trains on, over all steps.
-        count_flops: returns the training FLOPs of one image.
+        num_images: number of images that each process trains on, over all steps.
+        count_flops: function that returns the training FLOPs of one image.
     """
     if not isinstance(setting, str):
         return setting

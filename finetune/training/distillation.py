@@ -78,7 +78,8 @@ class Teacher(nn.Module):
         built: the teacher with its own head.
         student_preprocessing: the student's preprocessing, already applied to the input images.
         kind: "logits" or "features".
-        class_order: the teacher's index of each class of the data; None if the order is the same.
+        class_order: for each class of the data, its index in the teacher's logits; None if the
+            order is the same.
     """
 
     def __init__(
@@ -284,9 +285,10 @@ class Distillation:
 
 
 def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> list[int] | None:
-    """Return the teacher's index of each class of the data.
+    """Find each class of the data among the teacher's classes.
 
-    Returns: the indices; None if the order is the same, or the teacher has no class names.
+    Returns: for each class of the data, its index in the teacher's logits; None if the order is the
+        same, or the teacher has no class names.
     Raises: WeightsError if the teacher's classes differ from those of the data, or if it is a
         multi-label model.
     """

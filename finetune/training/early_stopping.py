@@ -41,9 +41,9 @@ class Counters:
         at a lower learning rate are better. A tie does not reset the patience counter.
 
         Args:
-            metric: `run.best`.
+            metric: name of the metric, the value of `run.best`.
             value: value of the metric; for "last", the step.
-        Returns: True if it is the best so far.
+        Returns: True if the value is the best so far.
         """
         gain = math.inf
         if self.best is not None:

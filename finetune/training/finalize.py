@@ -69,8 +69,8 @@ def finalize_run(
         val_loader: loader of the validation split, on which the temperature or the thresholds are
             fitted; None without a validation split.
         best_validation: a validation during training; reused if its step is the best.
-        started: `time.perf_counter()` at the start of the command, or earlier, by the training time
-            before a resume.
+        started: `time.perf_counter()` at the start of the command, minus the training time before
+            a resume, in seconds.
     Returns: the content of results.json.
     Raises: DataError if a test image cannot be read and `data.unreadable` is "stop", after model/
         is written; DivergedError if the loss has diverged, after everything is written.
@@ -193,7 +193,7 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
 def _write_model_folder(
     trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> None:
-    """Write model/, with the results known so far, and add its sha256 to results and run.json."""
+    """Write model/ with the results so far; add the weights' sha256 to `results` and run.json."""
     setup, run = trainer.setup, trainer.run
 
     def write(folder: Path) -> None:
@@ -222,7 +222,7 @@ def _write_model_folder(
 def _use_full_split_indices(
     full_split: Split, readable_split: Split, mistakes: list[dict[str, Any]]
 ) -> None:
-    """Convert the indices of mistakes from the readable images to the full split, in place."""
+    """Replace each mistake's index among the readable images by its index in the full split."""
     if len(readable_split) == len(full_split) or readable_split.rows is None:
         return
     rows = full_split.image_rows

@@ -56,7 +56,7 @@ def _num_processes_in(config_file: str | None) -> str | None:
 
 
 class Launcher:
-    """The launcher that started this rank; when it ends, a thread sends SIGTERM to this process.
+    """The launcher of this process; once the launcher ends, a thread sends SIGTERM to this process.
 
     Attributes:
         has_ended: True once the launcher has ended.

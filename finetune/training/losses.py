@@ -32,9 +32,10 @@ class ClassificationLoss:
 
     Attributes:
         label_smoothing: share of each target that is distributed evenly over all classes.
-        focal_gamma: a class with probability p is weighted by (1 - p) ** focal_gamma.
-        class_weight_K: weight of each class; None for 1.
-        logit_offset_K: logit adjustment, added to the logits; None for 0.
+        focal_gamma: exponent of the focal factor: a class with predicted probability p gets the
+            weight (1 - p) ** focal_gamma.
+        class_weight_K: weight of each class; None for equal weights.
+        logit_offset_K: logit adjustment, added to the logits; None for no adjustment.
     Source: Lin et al. 2017, "Focal loss for dense object detection", equation 5; Menon et al. 2021,
         "Long-tail learning via logit adjustment", equation 10.
     """
@@ -70,7 +71,7 @@ class ClassificationLoss:
         if self.class_weight_K is not None:
             weights_BK = weights_BK * self.class_weight_K
         log_probs_BK = logits_BK.log_softmax(1)
-        # 1 - p, clamped above 0, where the gradient of a power below 1 is infinite
+        # 1 - p, clamped to eps: at 0, the gradient of a power below 1 is infinite
         one_minus_p_BK = (-log_probs_BK.expm1()).clamp(min=torch.finfo(log_probs_BK.dtype).eps)
         return -(weights_BK * one_minus_p_BK**self.focal_gamma * log_probs_BK).sum()
 

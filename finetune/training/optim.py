@@ -107,8 +107,8 @@ def build_optimizer(
 
     Args:
         model: the network; `param_groups` groups its trainable parameters.
-        name: name of a timm optimizer, from timm.optim.list_optimizers(). Optimizers of second
-            order, and those whose state is not made of tensors, are not supported.
+        name: name of a timm optimizer, from timm.optim.list_optimizers(). Second-order optimizers,
+            and those whose state is not made of tensors, are not supported.
         lr: learning rate; `set_lr` changes it at every step.
         momentum: momentum of optimizers that have one.
         betas: betas of optimizers that have them; None for the optimizer's default.

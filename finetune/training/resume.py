@@ -167,7 +167,7 @@ def _check_same_run(
         for name in recorded.keys() | fingerprints.keys()
         if recorded.get(name) != fingerprints.get(name)
     }
-    # A run that fails with model/ has read the test split last: its images may be repaired.
+    # A run that failed after writing model/ failed at a test image, which the user may have fixed.
     if changed_splits == {"test"} and run.has_model() and record.get("status") == _DATA_FAILED:
         logger.warning(
             f"{setup.recipe.data.source}: the test split has changed since the run started; it is "
@@ -182,8 +182,9 @@ def _check_same_run(
     ):
         listed = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
-            f"{run.path}: cannot continue with a different recipe ({listed}); continue with its "
-            f"own: {resume_command(run.path)}, or start a new run with {_new_out(run)}",
+            f"{run.path}: cannot continue with a different recipe ({listed}); continue with the "
+            f"run's own recipe: {resume_command(run.path)}, or start a new run with "
+            f"{_new_out(run)}",
             code="recipe.not_this_run",
         )
     if record.get("precision", precision) != precision:
@@ -199,7 +200,7 @@ def _check_same_run(
             f"{recorded_sha256}, but they now have {sha256}; restore them, or choose another --out",
             code="recipe.not_this_run",
         )
-    # It comes from the config.json of the pretrained weights, which `sha256` does not cover.
+    # The preprocessing is in config.json next to the weights, which `sha256` does not cover.
     preprocessing = _preprocessing_entry(setup)
     if (recorded_preprocessing := record.get("preprocessing", preprocessing)) != preprocessing:
         changed = ", ".join(
@@ -228,9 +229,9 @@ def _preprocessing_entry(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
-    """True if old and new run length give the same learning rates up to the last checkpoint.
+    """True if old and new run length have the same learning rates up to the last checkpoint.
 
-    This is the case with a constant learning rate, and during the warm-up.
+    They do so with a constant learning rate, and during the warm-up.
     """
     recorded_num_steps = _recorded_num_steps(record, setup)
     steps_done = max(run.checkpoint_steps(), default=0)

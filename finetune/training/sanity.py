@@ -20,7 +20,7 @@ from finetune.training.setup import TrainingSetup
 __all__ = ["MIN_USEFUL_STEPS", "check_results", "check_setup", "raise_if_diverged"]
 
 MIN_USEFUL_STEPS = 50  # shorter runs hardly change the weights
-_MAX_FIRST_WEIGHTS_SHARE = 0.1  # of the EMA, at the end of a run
+_MAX_FIRST_WEIGHTS_SHARE = 0.1  # share of the first step's weights in the EMA, at the end
 _DIVERGENCE_WARNING_FACTOR = 2.0  # times the chance loss; a network that learns stays below
 _DIVERGENCE_ERROR_FACTOR = 10.0  # times the chance loss
 

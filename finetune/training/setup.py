@@ -55,7 +55,7 @@ class TrainingSetup:
         recipe: the recipe, with `model.head_init` resolved.
         source: the opened data, with the splits that the recipe uses.
         built: the network, with its weights loaded.
-        preprocessing: the preprocessing that the published model has.
+        preprocessing: preprocessing of the published model.
         train_pipeline: training transforms.
         eval_pipeline: evaluation transforms.
         num_samples: images in the training split; after `with_num_samples`, the readable ones.
@@ -90,7 +90,7 @@ class TrainingSetup:
     def with_num_samples(
         self, num_samples: int, labels: NDArray[Any] | None = None
     ) -> TrainingSetup:
-        """Return a copy with these training images; steps per epoch and run length change too."""
+        """Return a copy with another number of training images, which also changes `num_steps`."""
         return dataclasses.replace(self, num_samples=num_samples, labels=labels)
 
     def fingerprints(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ class TrainingSetup:
 
     @property
     def epoch_class_counts(self) -> NDArray[np.int64]:
-        """Images of each class in an epoch, (K,); data.sampling changes them."""
+        """Images of each class in an epoch, (K,), drawn according to `data.sampling`."""
         kind = self.recipe.data.sampling
         return self.class_counts if kind is None else compute_class_draws(self.class_counts, kind)
 

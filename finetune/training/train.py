@@ -121,7 +121,7 @@ def train(
 
 
 def _write_recipe_before_stages(recipe: Recipe, out: Path) -> None:
-    """Write recipe.yaml unless a stage has been trained, so that --resume finds it in a stage."""
+    """Write recipe.yaml if no stage has started, so that --resume finds it during the stages."""
     with contextlib.closing(RunDir(out)) as run:
         run.open()
         is_new = not RunDir(stage_folder(out, 1)).checkpoint_steps()
@@ -252,9 +252,9 @@ def _dry_run(trainer: TrainerState) -> dict[str, Any]:
 
 
 def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, AnyLoader | None]:
-    """Load the checkpoint to resume from, decode the data, and log what will be trained.
+    """Load the checkpoint to resume from, decode the data, and log a summary of the run.
 
-    Every rank then decodes only the content that rank 0 has fingerprinted. Afterwards,
+    Every rank accepts only images whose content rank 0 has fingerprinted. Afterwards,
     `trainer.setup` counts only readable training images.
 
     Args:

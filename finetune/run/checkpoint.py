@@ -162,7 +162,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into the network, the optimizer and the EMA.
 
-    Args: `folder` is the checkpoint; the others are the same as for `capture_snapshot`.
+    Args: `folder` is the folder of the checkpoint; the others are those of `capture_snapshot`.
     Returns: the counters of the checkpoint.
     Raises: CheckpointError if a file has the wrong format, before anything is changed. Verifying
         the manifest does not check the format.
@@ -271,7 +271,7 @@ class CheckpointWriter:
 
         Args:
             step: number of optimizer steps done.
-            snapshot: must not be changed afterwards.
+            snapshot: the training state to write; the caller must not change it afterwards.
         Raises: SetupError if the previous checkpoint could not be written.
         """
         self.wait()

@@ -59,7 +59,7 @@ _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary(
 
 
 def resume_command(path: Path) -> str:
-    """Return the command that continues the run in a folder, to copy from a message."""
+    """Return the command line that continues the run in a folder, for messages."""
     return shlex.join(["finetune", "train", str(path), "--resume"])
 
 
@@ -178,7 +178,7 @@ class RunDir:
         """Raise CheckpointError if run.json of a finished run has the sha256 of another model."""
         record = self.read_json("run.json") or {}
         expected, actual = (each.get("model_sha256") for each in (record, results))
-        # an extended run replaces model/ before it is finished again
+        # While a finished run is extended, its status is "running", and results.json changes last.
         if record.get("status") == "done" and expected not in (None, actual):
             raise CheckpointError(
                 f"{self.path / 'results.json'}: these are results of another model (model_sha256 "
@@ -203,7 +203,7 @@ class RunDir:
                 raise
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl; log a warning if it is gone or if damaged lines were skipped.
+        """Read metrics.jsonl; log a warning if it is missing or if damaged lines were skipped.
 
         Raises: CheckpointError if it is not a regular file, or cannot be read.
         """
@@ -255,7 +255,7 @@ class RunDir:
 
         Args:
             step: number of optimizer steps done.
-            write_files: called with a temporary folder, into which it writes the files.
+            write_files: function that writes the files into a temporary folder, its argument.
             num_bytes: estimated size, for the error message if the disk is full.
         Raises: SetupError if the disk is full or not writable.
         """

@@ -76,7 +76,8 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 def load_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file with finite numbers and at most 50 levels of nesting.
 
-    Raises: OSError if it cannot be read; ValueError if it is too large, or not such a file.
+    Raises: OSError if it cannot be read; ValueError if it is larger than `max_bytes`, or its
+        content is not of this kind.
     """
     text = read_regular_file(path, max_bytes=max_bytes).decode()
     try:

@@ -134,7 +134,7 @@ class _MetricsLog:
         Args:
             metric: for example "val.top1".
             window: one of `eval_windows`.
-            allow_final_results: fall back to the final results if the window has no value.
+            allow_final_results: True to use the final results if the window has no value.
         """
         split, _, key = metric.partition(".")
         if metric == "run.epochs":

@@ -52,10 +52,10 @@ def evaluate(
     Args:
         model: the network, not wrapped by DDP.
         batch_size: images per batch on this rank.
-        extra_metrics: further metrics to update, with tensors in host memory.
+        extra_metrics: further metrics, which get their tensors in host memory.
         multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
             the best thresholds on this split.
-        progress: show a progress bar.
+        progress: True to show a progress bar.
     Returns: `ClassificationMetrics.compute()` or, for a multi-label split,
         `MultilabelMetrics.compute()`, and "images_per_second" over all ranks.
     Raises: DivergedError if a logit is not finite.

@@ -142,9 +142,10 @@ def load_or_compute_features(
             are computed.
         pipeline: transforms without random operations.
         identity: `feature_identity` of this model and pipeline; only rank 0's is used.
-        data_config: the recipe's `data` section; uses keep, workers, unreadable, eval_batch_size.
+        data_config: the recipe's `data` section; its keys keep, workers, unreadable and
+            eval_batch_size are used.
         accelerator: the result of `create_accelerator`; features are computed in its precision.
-        on_all_ranks: return the features on all ranks.
+        on_all_ranks: True to return the features on all ranks, not only on rank 0.
         timeout_seconds: longest wait for a batch before a worker counts as hanging.
         extract: function from a model and images (B, C, H, W) to features (B, D).
     Returns: the features on rank 0; None on the other ranks unless `on_all_ranks`.

@@ -142,7 +142,8 @@ class ClassificationMetrics:
         """Compute the metrics as plain numbers and lists, ready for JSON.
 
         Args:
-            accelerator: adds the images of all processes; None for those of this process only.
+            accelerator: accelerator that sums over the processes; None for the images of this
+                process only.
         Returns: a dict with these keys.
 
         "loss" is the mean cross-entropy in nats. "top5" counts the best min(5, K) classes, so it

@@ -112,7 +112,7 @@ def matplotlib_style() -> Iterator[None]:
     """Use our rcParams instead of the user's matplotlibrc; ignore warnings about missing glyphs."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Gg]lyph")
-        warnings.filterwarnings("ignore", message="(?s).*does not currently support")  # scripts
+        warnings.filterwarnings("ignore", message="(?s).*does not currently support")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC_PARAMS)
         yield

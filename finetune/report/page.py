@@ -104,8 +104,8 @@ def write_run_report(run: Path, *, split: Split | None = None) -> Path:
 
     Args:
         run: the run directory, finished or not.
-        split: the reported split (test, or val without a test split) if it is already open; None
-            opens it from the recipe's data source.
+        split: the reported split, which is test or, without a test split, val; None opens it from
+            the recipe's data source.
     Returns: path of the page.
     Raises: same as `write_report_pages`.
     """

@@ -140,7 +140,7 @@ def _accuracy_tile(
     step_note: str = "",
     metric: str = "top1",
 ) -> Row:
-    """Build an accuracy tile, noting the number of images and, for top1 on few, the interval."""
+    """Build an accuracy tile; its note has the number of images and, for top-1, the interval."""
     interval = format_accuracy_interval(accuracy, num_images) if metric == "top1" else ""
     notes = [step_note, f"on {format_count(num_images)} images" if num_images else ""]
     notes.append(f"95\u202f% interval {interval}" if interval else "")
@@ -164,7 +164,8 @@ def _format_short_count(count: int | None) -> str:
 def class_rows(run: Run, split: str) -> list[Row]:
     """Build a row per class: name, support, metrics, and the 95 % interval of the recall.
 
-    With more than 1,000 classes, only the 200 with the lowest F1; in a tie, the larger ones first.
+    With more than 1,000 classes, only the 200 classes with the lowest F1 get a row; of classes with
+    equal F1, the larger ones come first.
     """
     rows = run.metrics(split).get("per_class", [])
     shown_indices = list(range(len(rows)))
@@ -323,7 +324,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     num_skipped = run.results.get("skipped_steps")
     if num_skipped:
         rows.append(
-            ("Skipped steps", f"{format_count(num_skipped)}, because the loss was not finite")
+            ("Skipped steps", f"{format_count(num_skipped)}, because the gradient was not finite")
         )
     for key, label in (
         ("train_pipeline", "Train transforms"),

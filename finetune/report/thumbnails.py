@@ -65,9 +65,9 @@ def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     """Return a thumbnail of the first image of each class.
 
     Returns: a pair (data URI, whether the page enlarges the image) per class. The list is empty if
-        the split is None, is multi-label, has more than 50 classes, is streamed (each image would
-        cost reading a whole shard), or if its images per class differ from those in the results
-        (the labels may then have another meaning).
+        split is None, multi-label or streamed (each image would cost reading a whole shard), or has
+        more than 50 classes. It is also empty if the split's number of images per class differs
+        from that in the results, because the labels may then have another meaning.
     """
     rows = run.metrics(run.reported_split).get("per_class", ())
     if split is None or split.is_streamed or split.is_multilabel:

@@ -51,7 +51,7 @@ tta_option = click.option(
 @click.option(
     "--top-k", default=3, show_default=True, type=click.IntRange(min=1), help="Classes per image."
 )
-@click.option("--out", metavar="FILE", help="Write a .csv or .jsonl file.")
+@click.option("--out", metavar="FILE", help="Write the predictions to a .csv or .jsonl file.")
 @click.option("--sheet", metavar="FILE", help="Draw the images and predictions into a .png file.")
 @click.option("--calibrated", is_flag=True, help="Divide the logits by MODEL's temperature.")
 @click.option(

@@ -50,7 +50,7 @@ def format_results(results: dict[str, Any]) -> str:
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
-    """Format a split's metrics on one line; below 1,000 images, with an interval of accuracy."""
+    """Format a split's metrics on one line, with a confidence interval below 1,000 images."""
     from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 
     parts = []

@@ -15,7 +15,7 @@ __all__ = ["bench", "reproduce"]
 @command("reproduce", example="finetune reproduce vit_paper --scale smoke")
 @click.argument("name")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--only", metavar="RUN", multiple=True, help="Run only this entry. Repeatable.")
+@click.option("--only", metavar="RUN", multiple=True, help="Run only this plan entry. Repeatable.")
 @click.option("--scale", default="full", show_default=True, help="full, or smoke (minutes).")
 @click.option(
     "--data",

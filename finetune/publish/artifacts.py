@@ -61,7 +61,8 @@ def write_artifacts(
         results: the content of results.json so far.
         repository, adapter_repository: Hub ids (owner/name) in the code examples of the model's
             card and of the adapter's card; None if unknown.
-        with_plots: False skips the plots and the results of other seeds, which saves a second.
+        with_plots: False to leave out the plots and the results of other seeds, which saves a
+            second.
     """
     recipe = load_recipe(run.path / "recipe.yaml")
     content = replace(
@@ -108,7 +109,7 @@ def _write_data_and_collect_card(
         record=record,
         results=results,
         config=config,
-        # the recorded one, because the file may have been damaged since
+        # the recorded sha256, because the file may have been damaged since
         sha256=config.get("checksums", {}).get(MODEL_FILES[1])
         or file_sha256(folder / MODEL_FILES[1]),
         weights=weights,

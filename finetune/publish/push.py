@@ -60,10 +60,10 @@ def push(
     Args:
         run: a finished run directory, or a folder with config.json and model.safetensors.
         repository: owner/name; created if it does not exist.
-        private: create the repository as private.
+        private: True to create the repository as private.
         revision: the branch, created if it does not exist; None pushes to main.
         message: the commit message; None uses a default.
-        adapter: push only the adapter, in peft's format, instead of the merged model.
+        adapter: True to push only the adapter, in peft's format, instead of the merged model.
     Returns: a dict with keys `repository`, `url`, `commit` (its sha), `changed` (False if the Hub
         already had all files, so there is no new commit), `revision`, `files` and `deleted`.
     Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
@@ -139,7 +139,7 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
 def _upload_in_subprocess(job: UploadJob) -> dict[str, Any]:
     """Run the upload in a subprocess, which a signal ends.
 
-    The first signal lets a commit that is being sent finish; the second does not.
+    If a commit is being sent, the first signal waits until it is complete; a second one does not.
 
     Returns: a dict with keys `commit`, `changed` and `deleted`.
     Raises: the error of the subprocess; Interrupted after a signal, with a message that says what

@@ -72,7 +72,8 @@ class _Upload:
 
     Attributes:
         head: commit of the branch before the first try.
-        deleted: stale files that the latest commit deletes; that commit may have been lost.
+        deleted: stale files that the latest try deletes; if that try succeeded but its response was
+            lost, the retry reports these files.
     """
 
     def __init__(self, job: UploadJob, report: Callable[[dict[str, Any]], None]) -> None:
@@ -101,7 +102,8 @@ class _Upload:
     def _try_commit(self) -> dict[str, Any]:
         """Compare the files with the head of the branch, and commit the difference on top of it.
 
-        So a retry notices a commit that succeeded although its response was lost.
+        A retry therefore finds no difference if the earlier commit succeeded, but its response was
+        lost.
         """
         job, name = self.job, self.job.repository
         self.report({"phase": "comparing with the hub"})

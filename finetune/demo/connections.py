@@ -23,7 +23,7 @@ MAX_CONNECTIONS = 512
 HEAD_SECONDS = 20.0  # longest wait for the head of a request
 BODY_SECONDS = 120.0  # longest wait for a request with its body: an upload of 10 MB at 0.7 Mbit/s
 SWEEP_SECONDS = 1.0
-_NUM_FILES = 4096  # asyncio accepts up to 2048 connections at once, before they can be closed
+_NUM_FILES = 4096  # file descriptors: asyncio may accept 2048 connections before it closes any
 _LOG_RECORDS_PER_MINUTE = 10
 # what a connection waits for, in the order in which connections are closed
 _HEAD, _BODY, _ANSWER = 0, 1, 2
@@ -94,7 +94,7 @@ class ConnectionLimits:
                 self._close(protocol)
 
     def _close(self, protocol: Any) -> None:
-        if protocol.transport is not None:  # else it was accepted a moment ago: the next sweep
+        if protocol.transport is not None:  # None just after accepting: the next sweep closes it
             del self._states[protocol]
             protocol.transport.abort()
 

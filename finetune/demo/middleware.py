@@ -46,9 +46,10 @@ class DemoMiddleware:
         app: the wrapped application.
         upload_folder: Gradio's folder of uploads; requests can name only files in it.
         max_upload_bytes: maximum size of an uploaded file.
-        max_total_bytes: limit for all uploads together; a new upload replaces the oldest ones. Also
-            the limit for the uploads that are being received, whose removed files still take space.
-        allow_framing: let other pages show this one in a frame; the Hub does this with a Space.
+        max_total_bytes: limit for all uploaded files together; a new upload replaces the oldest
+            ones. The uploads in progress have the same limit, because replacing a file that is
+            still being written frees no space.
+        allow_framing: True to let other pages show this one in a frame, as the Hub shows a Space.
         index_events: ids of Gradio's events whose input is the number of an example.
         trusted_origins: further origins whose pages may send requests, such as
             "https://owner-name.hf.space".

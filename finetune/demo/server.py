@@ -51,7 +51,7 @@ def serve(
         model: the model to load, see `Classifier.load`.
         host: address to listen on; the default accepts connections only from this machine.
         port: port to listen on; 0 uses any free port.
-        share: also create a public link through Gradio's server.
+        share: True to also create a public link through Gradio's server.
         device: the device to run on; None uses a GPU if available.
     Returns: a dict with keys "model", "url" and "share_url", after the demo has ended.
     Raises: SetupError if Gradio is not installed, or if listening or sharing fails.
@@ -86,7 +86,7 @@ def run_server(
         app: the app returned by `build_app`.
         workspace: the folder created by `temporary_workspace`.
         host, port: where to listen; None uses Gradio's environment variables.
-        share: also create a public link.
+        share: True to also create a public link.
         is_space: True if the server runs in a Space: the Hub then serves it under another address
             and inside a frame.
     Returns: URL of the server.

@@ -69,8 +69,8 @@ def average_runs(
         out: the output folder; it must be new or empty.
         alphas: WiSE-FT coefficients, each from 0 (pretrained) to 1 (fine-tuned); the best one on
             validation is kept.
-        greedy: build a greedy soup: add runs from best to worst, each only if the validation
-            metric does not drop.
+        greedy: True to build a greedy soup: runs are added from best to worst, each only if the
+            validation metric does not drop.
     Returns: a dict with keys "folder", "kind", "runs", "tried" (each average with its validation
         metrics), "chosen", and "val" and "test" as returned by `Evaluator.results`.
     Raises: RecipeError for conflicting arguments; WeightsError if the runs have different networks
@@ -190,7 +190,7 @@ def _run_wise_ft(
     interpolate with and stays as fine-tuned.
 
     Args:
-        evaluate_weights: returns the validation metrics of a state dict.
+        evaluate_weights: function from a state dict to its validation metrics.
     Returns: the kind of average, a dict with the metrics of each alpha, a text that describes the
         best one, and its state dict.
     """

@@ -231,7 +231,7 @@ class _Trial:
     def _images_per_step(self) -> tuple[int, float]:
         """Find how many images a measured step can have: the whole batch, if time allows.
 
-        Returns: the images, and the seconds of such a step.
+        Returns: the number of images, and the seconds that a step with so many images takes.
         """
         batch_size = self.recipe.data.batch_size
         images = min(2 * self.setup.sampler.group_size, batch_size)
@@ -273,7 +273,8 @@ class _Trial:
         Args:
             wanted: number of images in the batch to estimate.
             memory: the memory measured with the batch of `images` images.
-            run: function that computes a batch with a given number of images, to measure again.
+            run: function that computes a batch of a given number of images, for a second
+                measurement with half as many images.
         """
         if wanted <= images or images < 2:
             return memory.peak_bytes
@@ -283,9 +284,10 @@ class _Trial:
         return int(memory.peak_bytes + max(per_image, 0.0) * (wanted - images))
 
     def _measure_features(self) -> tuple[float, int]:
-        """Measure what the features of a frozen backbone cost; later steps train on zeros instead.
+        """Measure computing a frozen backbone's features; later steps train on zeros instead.
 
-        Returns: the seconds that the features of all images take, and the peak memory in bytes.
+        Returns: the seconds that computing the features of all images takes, and the peak memory in
+            bytes.
         """
         self._time_step(min(2, self.recipe.data.batch_size))
         rate, peak_bytes = self._measure_evaluation(len(self.loop.val_loader.labels))

@@ -93,8 +93,8 @@ def evaluate_model(
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
         "data_changed" (True if it is a split of the run's own data that has changed since),
-        "class_names", with `tta` "tta" and, with `corrupt`, "corrupted" {"rows": [{"kind",
-        "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
+        "class_names", "tta" (only with `tta`) and "corrupted" (only with `corrupt`): {"rows":
+        [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
         data's classes, or the split does not exist; SetupError if the temperature cannot be
         written.
@@ -140,7 +140,7 @@ def evaluate_model(
     if data_changed and accelerator.is_main_process:
         logger.warning(
             f"{section.source}: images or labels of '{split}' have changed since the run {model}; "
-            "its results.json has the metrics of the old ones"
+            "the metrics in its results.json are those of the old images and labels"
         )
     mapped_split, class_names = _map_labels_to_model_classes(
         model, built.class_names, num_classes, source, split
@@ -365,8 +365,8 @@ def _open_split(
     """Open the data and select a split; None selects the default, see `evaluate_model`.
 
     Args:
-        is_training_data: True if the run was trained on this data; then "train" excludes the
-            held-out validation images. The "train" split of other data is used completely.
+        is_training_data: True if the run was trained on this data; its "train" split then excludes
+            the held-out validation images. The "train" split of other data is used completely.
         log_split: True to log which split is used if there is no test split.
     Returns: the source, and the name of the split.
     Raises: DataError if the split does not exist.

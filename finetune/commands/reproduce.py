@@ -81,8 +81,9 @@ def run_plan(
         sources: dict from a data source of the recipes to the source to read instead, a copy of
             the same data.
         out: the folder for the runs; by default runs/NAME, or runs/NAME-smoke.
-        done: do not train; summarize the finished seeds only. They may come from another machine
-            with the images at another path, and need neither checkpoints nor model/.
+        done: True to train nothing and summarize only the finished seeds. Their run directories may
+            come from a machine with the images at another path, and need neither checkpoints nor
+            model/.
         page: Markdown file for the results page of all recipes, see `render_page`.
     Returns: a dict with keys "title", "scale", "runs" (name, paths, seeds, test metrics),
         "choices" (grid search results by entry), "claims" (each with its run), "probes" (by
@@ -157,10 +158,10 @@ def _run_entry(
     """Search the grid if the entry has one, then train once per seed; or probe features.
 
     Args:
-        load_recipe_with: returns the entry's recipe with additional overrides.
+        load_recipe_with: function from additional overrides to the entry's recipe.
         folder: parent folder of the run directories.
-        run_missing: train or probe what is not finished; otherwise only read results.
-        done: accept an entry if only some of its seeds are finished, see `run_plan`.
+        run_missing: True to train or probe what is not finished; False to only read results.
+        done: True to accept an entry of which only some seeds are finished, see `run_plan`.
     Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:

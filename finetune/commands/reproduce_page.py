@@ -101,7 +101,7 @@ def render_page(
         "Comparison with other programs": []
         if disclaimer
         else _other_programs_table(plan, entry_results),
-        "The review's three experiments, on a smaller network": directions_table(
+        "Directions that the sources claim, in smaller runs": directions_table(
             plan.directions, entry_results
         ),
         "What the sources report": _claims_table(root, recipes, path, entry_results, earlier_text),

@@ -24,7 +24,7 @@ OTHER_PROGRAM = (
     "beside: [{program: another 1.0, command: another --lr 1, machine: A GPU, seeds: [0, 1], "
     "top1: [0.5, 0.52], seconds: [30, 32]}]"
 )
-DIRECTIONS = "The review's three experiments, on a smaller network"
+DIRECTIONS = "Directions that the sources claim, in smaller runs"
 CLAIMS = "What the sources report"
 
 

@@ -30,7 +30,7 @@ _SPIN_COUNT = 3000  # measured: docs/performance.md
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores of this process: its CPU affinity or cgroup quota."""
+    """Return the number of CPU cores of this process, limited by CPU affinity and cgroup quota."""
     cores = len(os.sched_getaffinity(0))
     for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # no quota file, or "max"
@@ -44,10 +44,11 @@ def num_cores() -> int:
 def configure_openmp() -> None:
     """Let idle OpenMP threads sleep soon, and start no more of them than this process has cores.
 
-    By default the threads of libgomp spin for milliseconds while they wait for work, which takes
-    the cores away from other programs, and it ignores the cgroup quota. libgomp reads its
-    environment when torch loads it, so call this before; does nothing if torch is loaded. What the
-    user or the launcher has set stays. Child processes inherit the settings.
+    By default, the threads of libgomp spin for milliseconds while they wait for work, which takes
+    the cores away from other programs, and libgomp ignores the cgroup quota. It reads its
+    environment variables when torch loads it, so call this function before importing torch;
+    afterwards it does nothing. Variables that the user or the launcher has set are kept. Child
+    processes inherit the settings.
     """
     if "torch" in sys.modules:
         return

@@ -64,8 +64,8 @@ class Classifier:
         temperature: divisor of the logits before the softmax; None for 1.
         thresholds: K thresholds of a multi-label model; None for a single-label model. An image has
             a label if its confidence, the sigmoid of the logit, is at least the threshold.
-        tta: "flip" averages the logits of each image and its mirror image; None does not.
-        with_features: True adds the pre-logits to the rows of `predict`, as "features", (D,)
+        tta: "flip" to average the logits of each image and its mirror image; None not to.
+        with_features: True to add the pre-logits to the rows of `predict`, as "features", (D,)
             float32; the network then needs no classifier.
     """
 
@@ -249,7 +249,7 @@ class Classifier:
             batch_size: images per forward pass; None for 8 on a CPU, else 64.
             progress: True to show a progress bar on standard error.
             on_decoded: function called once per decoded image, from several threads, with the
-                image's index in `files` and its pixels, (H, W, 3) uint8; None for none.
+                image's index in `files` and its pixels, (H, W, 3) uint8; None to call nothing.
         Yields: the dicts that `predict` returns, in order.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
@@ -416,7 +416,7 @@ def eval_pipeline_and_class_names(
         model: path or name of the model; preprocessing comes from the recipe for a run directory,
             otherwise from the weights' configuration.
         built: the model built from `model`.
-        use_recipe: False ignores the recipe, to evaluate at another image size than the run's.
+        use_recipe: False to ignore the recipe, and evaluate at another image size than the run's.
     Raises: WeightsError if the model has no classifier.
     """
     num_classes = get_num_classes(model, built)

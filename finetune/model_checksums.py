@@ -1,9 +1,9 @@
 """Checksums of a saved model in its config.json: written by `save_model`, verified by every reader.
 
-The entry `checksums` of config.json has the sha256 of each file that was saved with it, and of its
-own other entries. So damage is found wherever the folder is copied. The run.json of a finished run
-also has the sha256 of its weights, which reveals a model/ of another run. A folder without the
-entry, such as one from timm, is not verified.
+The entry `checksums` of config.json has the sha256 of each file that was saved with config.json,
+and of the other entries of config.json. So damage is found wherever the folder is copied. The
+run.json of a finished run also has the sha256 of the weights, which reveals a model/ of another
+run. A folder without the entry `checksums`, such as one from timm, is not verified.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def add_checksums(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
-    """Verify config.json, and return the checksums of the other files without reading these.
+    """Verify config.json, and return the checksums of the other files, which are not read.
 
     Args:
         folder: the model folder.
         source: name of the model as the user gave it, for messages.
     Returns: {file name: sha256}; empty if config.json has no checksums.
     Raises: WeightsError if config.json was changed, or if the folder is the model/ of a finished
-        run, but has other weights than the run.
+        run whose run.json has the sha256 of other weights.
     """
     content = read_untrusted_json(folder / "config.json", f"{source}: config.json")
     stored = content.get("checksums") if isinstance(content, dict) else None
@@ -83,7 +83,7 @@ def verify_checksum(name: str, sha256: str, checksums: Mapping[str, str], *, sou
         sha256: sha256 of the file.
         checksums: result of `read_checksums`; a file that it does not name is accepted.
         source: name of the model as the user gave it, for messages.
-    Raises: WeightsError if they differ.
+    Raises: WeightsError if the two differ.
     """
     if sha256 != (expected := checksums.get(name, sha256)):
         raise WeightsError(
@@ -109,7 +109,7 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
 
 
 def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
-    """Return the sha256 of a config.json's content with only these checksums, in any layout."""
+    """Hash the content of a config.json, with `files` as its checksums, in a fixed layout."""
     text = json.dumps({**content, "checksums": files}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -117,7 +117,7 @@ def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 def _weights_sha256_of_run(folder: Path) -> Any:
     """Return the sha256 that run.json has for this model/; None unless the run is finished.
 
-    A run that was extended replaces model/ before it is finished again.
+    While a finished run is extended, its model/ is replaced before its run.json.
     """
     path = folder.absolute()
     record_path = path.parent / "run.json"

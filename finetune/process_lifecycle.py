@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
-_started_at = time.perf_counter()  # the command line imports this module first
+_started_at = time.perf_counter()
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process started, or imported this module."""
+    """Return the seconds since this module was imported, which the command line does first."""
     return time.perf_counter() - _started_at
 
 
@@ -53,7 +53,7 @@ def stop_signals() -> list[signal.Signals]:
 def handle_interrupts(handler: Callable[[int], object]) -> Iterator[None]:
     """Call `handler` on SIGINT, SIGTERM and SIGHUP inside the block.
 
-    No effect outside the main thread, and for SIGHUP under `nohup`.
+    Has no effect outside the main thread. SIGHUP stays ignored under `nohup`.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = {*stop_signals()} - {signal.SIGUSR1} if is_main else set()

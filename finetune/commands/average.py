@@ -38,6 +38,7 @@ from finetune.run.record import read_record
 from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels
+from finetune.training.resume import check_same_weights
 from finetune.training.setup import TrainingSetup, build_setup
 
 if TYPE_CHECKING:
@@ -355,13 +356,7 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
             f"{first.run.path}; restore them",
             code="data.changed",
         )
-    sha256 = setup.built.provenance.get("sha256")
-    if (recorded_sha256 := first.record.get("weights_sha256")) != sha256:
-        raise WeightsError(
-            f"{first.recipe.model.name}: these weights have sha256 {sha256}, but the run "
-            f"{first.run.path} started from {recorded_sha256}; download them again",
-            code="weights.wrong_version",
-        )
+    check_same_weights(first.run, setup, first.record)
 
 
 def _write_model_folder(

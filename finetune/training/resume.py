@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from finetune.data.leakage import find_train_leakage
-from finetune.errors import CheckpointError, DataError, RecipeError, SetupError
+from finetune.errors import CheckpointError, DataError, RecipeError, SetupError, WeightsError
 from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.recipe.load import load_recipe
@@ -26,7 +26,7 @@ from finetune.run.record import read_record, write_record
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
 
-__all__ = ["check_no_existing_run", "record_plan", "start_or_resume"]
+__all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_or_resume"]
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
@@ -56,8 +56,9 @@ def start_or_resume(
         teacher: dict that describes the teacher, from `Distillation.teacher_info`; None without a
             teacher.
     Returns: the step to continue from; None if the run is already done.
-    Raises: SetupError if a run exists already and `resume` is False; RecipeError or DataError if
-        recipe or data differ from the recorded run; CheckpointError if no checkpoint is intact.
+    Raises: SetupError if a run exists already and `resume` is False; RecipeError, WeightsError or
+        DataError if recipe, pretrained weights or data differ from the recorded run;
+        CheckpointError if no checkpoint is intact.
     """
     if not resume:
         check_no_existing_run(run)
@@ -151,7 +152,7 @@ def _check_same_run(
 ) -> None:
     """Check that recipe, precision, weights and data are those of the recorded run.
 
-    Raises: RecipeError or DataError that names the difference.
+    Raises: RecipeError, WeightsError or DataError that names the difference.
     """
     old = training_keys(load_recipe(run.path / "recipe.yaml"))
     new = training_keys(setup.recipe)
@@ -193,12 +194,25 @@ def _check_same_run(
             "on this machine; continue on the first machine, or choose another --out",
             code="recipe.not_this_run",
         )
+    check_same_weights(run, setup, record)
+    if changed_splits:
+        raise DataError(
+            f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
+            f"(an image, label or class in {', '.join(sorted(changed_splits))}); restore it, then "
+            f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
+            code="data.changed",
+        )
+
+
+def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> None:
+    """Raise WeightsError if the pretrained weights or their preprocessing are not the recorded."""
+    name = setup.recipe.model.name
     sha256 = setup.built.provenance.get("sha256")
     if (recorded_sha256 := record.get("weights_sha256")) != sha256:
-        raise RecipeError(
-            f"{run.path}: started from weights of {setup.recipe.model.name} with sha256 "
-            f"{recorded_sha256}, but they now have {sha256}; restore them, or choose another --out",
-            code="recipe.not_this_run",
+        raise WeightsError(
+            f"{name}: these weights have sha256 {sha256}, but the run {run.path} started from "
+            f"{recorded_sha256}; restore them, or train again in another --out",
+            code="weights.wrong_version",
         )
     # The preprocessing is in config.json next to the weights, which `sha256` does not cover.
     preprocessing = _preprocessing_entry(setup)
@@ -208,17 +222,10 @@ def _check_same_run(
             for key, value in preprocessing.items()
             if recorded_preprocessing.get(key) != value
         )
-        raise RecipeError(
-            f"{run.path}: the preprocessing of {setup.recipe.model.name} has changed since the run "
-            f"started ({changed}); restore its config.json, or choose another --out",
-            code="recipe.not_this_run",
-        )
-    if changed_splits:
-        raise DataError(
-            f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
-            f"(an image, label or class in {', '.join(sorted(changed_splits))}); restore it, then "
-            f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
-            code="data.changed",
+        raise WeightsError(
+            f"{name}: the preprocessing has changed since the run {run.path} started ({changed}); "
+            "restore its config.json, or train again in another --out",
+            code="weights.wrong_version",
         )
 
 

@@ -237,11 +237,16 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
     train(finetune_recipe(runs / "b" / "model", "optim.steps=1"), tmp_path / "other")
     with refused("weights.wrong_version", tmp_path / "other"):
         average_runs([a, str(tmp_path / "other")], out=out)
-    recorded = {**json.loads((runs / "a" / "run.json").read_text()), "weights_sha256": "0" * 64}
-    shutil.copytree(a, tmp_path / "replaced")
-    (tmp_path / "replaced" / "run.json").write_text(json.dumps(recorded))
-    with refused("weights.wrong_version", "0" * 64, file_sha256(base / "model.safetensors")):
-        average_runs([str(tmp_path / "replaced")], alphas=[0.5], out=out)
+    record = json.loads((runs / "a" / "run.json").read_text())
+    preprocessing = {**record["preprocessing"], "mean": [0.7, 0.8, 0.9]}
+    for changes, *names in (
+        ({"weights_sha256": "0" * 64}, "0" * 64, file_sha256(base / "model.safetensors")),
+        ({"preprocessing": preprocessing}, "[0.7, 0.8, 0.9]", base),
+    ):
+        replaced = shutil.copytree(a, tmp_path / "replaced", dirs_exist_ok=True)
+        (replaced / "run.json").write_text(json.dumps({**record, **changes}))
+        with refused("weights.wrong_version", *names):
+            average_runs([str(replaced)], alphas=[0.5], out=out)
     train(finetune_recipe(base, "data.val_fraction=0", "optim.steps=1"), tmp_path / "none")
     with refused("data.no_split", tmp_path / "none"):
         average_runs([str(tmp_path / "none")], alphas=[0.5], out=out)

@@ -104,7 +104,7 @@ def test_resume_refuses_other_pretrained_weights_under_the_same_name(
     save(run, 2)
     assert start(run, setup(), resume=True) == 2
     second = write_weights()
-    with refused("recipe.not_this_run", tmp_path / "net", first, second):
+    with refused("weights.wrong_version", tmp_path / "net", first, second):
         start(run, setup(), resume=True)
     assert read_record(run)["weights_sha256"] == first
 
@@ -124,7 +124,7 @@ def test_resume_refuses_weights_with_other_preprocessing(run: RunDir, tmp_path: 
     config = json.loads(config_path.read_text())
     config["pretrained_cfg"]["mean"] = [0.7, 0.8, 0.9]
     config_path.write_text(json.dumps(config))
-    with refused("recipe.not_this_run", tmp_path / "net", "[0.7, 0.8, 0.9]"):
+    with refused("weights.wrong_version", tmp_path / "net", "[0.7, 0.8, 0.9]"):
         start(run, setup(), resume=True)
 
 

@@ -31,10 +31,9 @@ from finetune.precision import autocast_dtype
 from finetune.publish.artifacts import write_averaged_artifacts
 from finetune.publish.push_checks import is_run_dir
 from finetune.ranks import local_world_size
-from finetune.recipe.load import load_run_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import read_record
+from finetune.run.record import load_run_recipe, read_record
 from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels

@@ -45,9 +45,9 @@ from finetune.models.weights.resolve import locate_weights
 from finetune.precision import autocast_dtype
 from finetune.progress import step_bar
 from finetune.ranks import local_world_size
-from finetune.recipe.load import DataSection, load_run_recipe
+from finetune.recipe.load import DataSection
 from finetune.run.directory import RunDir, format_json
-from finetune.run.record import read_record
+from finetune.run.record import load_run_recipe, read_record
 from finetune.training.accelerator import create_run_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader

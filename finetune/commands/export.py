@@ -44,8 +44,8 @@ from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.save import BuiltModel
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
-from finetune.recipe.load import load_run_recipe
 from finetune.run.environment import package_versions
+from finetune.run.record import load_run_recipe
 from finetune.transforms.eval_transforms import spec_to_preprocessing
 from finetune.transforms.pipeline import Pipeline
 

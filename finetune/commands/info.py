@@ -22,9 +22,8 @@ from finetune.models.head import classifier_names
 from finetune.models.save import BuiltModel
 from finetune.models.summary import blocks_per_stage, count_parameters, summarize_model
 from finetune.models.weights.resolve import WEIGHT_FILES, locate_weights
-from finetune.recipe.load import load_run_recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import read_record
+from finetune.run.record import load_run_recipe, read_record
 from finetune.transforms.eval_transforms import default_eval_spec
 
 __all__ = ["format_model_info", "model_info"]

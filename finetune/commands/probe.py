@@ -40,8 +40,9 @@ from finetune.files import make_writable_folder, write_atomically
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, token_feature_slices, token_features
 from finetune.precision import autocast_dtype
-from finetune.recipe.load import DataSection, RunSection, load_run_recipe
+from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import collect_environment
+from finetune.run.record import load_run_recipe
 from finetune.training.accelerator import create_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline

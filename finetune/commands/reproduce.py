@@ -33,11 +33,10 @@ from finetune.files import write_atomically
 from finetune.formatting import MISSING, format_mean_std, markdown_table
 from finetune.log import logger
 from finetune.ranks import is_main_process
-from finetune.recipe.load import load_run_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import resume_command
 from finetune.run.integrity import load_json
-from finetune.run.record import read_finished_results
+from finetune.run.record import load_run_recipe, read_finished_results
 from finetune.training.accelerator import destroy_process_group
 from finetune.training.train import train
 

@@ -21,7 +21,7 @@ from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
 from finetune.log import logger
 from finetune.models.weights.resolve import locate_weights
-from finetune.recipe.load import load_run_recipe
+from finetune.run.record import load_run_recipe
 
 __all__ = [
     "copy_example_images",

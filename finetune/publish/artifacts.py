@@ -19,12 +19,11 @@ from finetune.evaluation.confusion import parse_confusion_matrix
 from finetune.files import file_sha256
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.model_card import CardContent, render_adapter_card, render_card
-from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
-from finetune.run.record import read_record
+from finetune.run.record import read_recipe, read_record
 
 __all__ = [
     "PUBLISHED_ADAPTER_FILES",
@@ -64,7 +63,7 @@ def write_artifacts(
         with_plots: False to leave out the plots and the results of other seeds, which saves a
             second.
     """
-    recipe = load_recipe(run.path / "recipe.yaml")
+    recipe = read_recipe(run)
     content = replace(
         _write_data_and_collect_card(folder, run, recipe, results), repository=repository
     )
@@ -88,7 +87,7 @@ def write_averaged_artifacts(folder: Path, run: RunDir, results: Mapping[str, An
         run: the first of the averaged runs.
         results: metrics of the averaged weights, with the key "average", see `average_runs`.
     """
-    recipe = load_recipe(run.path / "recipe.yaml")
+    recipe = read_recipe(run)
     card = render_card(_write_data_and_collect_card(folder, run, recipe, results))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -119,7 +118,7 @@ def _write_data_and_collect_card(
 def base_model_name(run: RunDir) -> str:
     """Return the Hub repository of a run's pretrained weights, else `model.name` of the recipe."""
     weights = read_record(run).get("plan", {}).get("weights", {})
-    name = load_recipe(run.path / "recipe.yaml").model.name
+    name = read_recipe(run).model.name
     return str(weights.get("repository") or _drop_folders(name))
 
 
@@ -215,7 +214,7 @@ def _results_by_seed(
         try:
             if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
                 continue
-            recipe_of_sibling = load_recipe(folder / "recipe.yaml")
+            recipe_of_sibling = read_recipe(sibling)
             if (
                 training_keys_without_seed(recipe_of_sibling) != own_recipe
                 or read_record(sibling).get("status") != "done"

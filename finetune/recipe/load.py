@@ -6,7 +6,6 @@ value and the closest valid key. Environment variables never change a recipe.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,7 +33,6 @@ __all__ = [
     "RunSection",
     "Section",
     "load_recipe",
-    "load_run_recipe",
     "parse_recipe",
 ]
 
@@ -88,9 +86,3 @@ def _plan_name(path: str) -> str:
     folder = Path(path).parent.name
     matches = [file for file in Path("recipes").rglob("plan.yaml") if file.parent.name == folder]
     return folder if matches == [Path(path)] else path
-
-
-def load_run_recipe(run: str | Path) -> Recipe | None:
-    """Load the recipe of a run directory; None if `run` is a model folder or a model name."""
-    is_run = all(os.path.isfile(os.path.join(run, name)) for name in ("run.json", "recipe.yaml"))
-    return load_recipe(Path(run) / "recipe.yaml") if is_run else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.recipe.schema import Recipe
 
-__all__ = ["training_keys", "training_keys_without_seed"]
+__all__ = ["changed_training_keys", "training_keys", "training_keys_without_seed"]
 
 # Keys that a resumed run may change: they affect hardware use and logging, not the trained weights.
 _NON_TRAINING_KEYS: dict[str, Any] = {
@@ -20,6 +21,7 @@ _NON_TRAINING_KEYS: dict[str, Any] = {
         "threads",
         "timeout_seconds",
         "trackers",
+        "note",
         "push_to",
         "push_private",
     },
@@ -27,16 +29,35 @@ _NON_TRAINING_KEYS: dict[str, Any] = {
 
 
 def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return {section: {key: value}} of the keys that determine the trained weights.
+    """Return {section: {key: value}}, as in JSON, of the keys that determine the trained weights.
 
     `data.source` is redacted, so a URL with another signature is the same source.
     """
-    sections: dict[str, dict[str, Any]] = recipe.redacted().model_dump(exclude=_NON_TRAINING_KEYS)
+    sections: dict[str, dict[str, Any]] = recipe.redacted().model_dump(
+        mode="json", exclude=_NON_TRAINING_KEYS
+    )
     # Training replaces null with "keep" or "zeros" in a run's recipe; elsewhere, null counts as
     # "zeros".
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"
     sections["distill"] = sections["distill"] or {}
     return sections
+
+
+def changed_training_keys(recorded: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:
+    """Compare a recipe with the recipe of a run.
+
+    Args:
+        recorded: `training_keys` of the run's recipe, from run.json. A key that it lacks is newer
+            than the run, and is ignored.
+    Returns: a dict from each key that differs, such as "optim.lr", to a text with both values.
+    """
+    changes = {}
+    for section, new in training_keys(recipe).items():
+        old = recorded.get(section, {})
+        for key in old or new:  # an empty section: the run had no `distill`
+            if old.get(key) != new.get(key):
+                changes[f"{section}.{key}"] = f"the run has {old.get(key)!r}, now {new.get(key)!r}"
+    return changes
 
 
 def training_keys_without_seed(recipe: Recipe) -> dict[str, dict[str, Any]]:

@@ -24,9 +24,9 @@ from finetune.errors import CheckpointError, RecipeError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.formatting import MISSING
 from finetune.model_checksums import verify_model_folder
-from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, resume_command
+from finetune.run.record import read_recipe
 
 __all__ = [
     "SPLIT_NAMES",
@@ -255,7 +255,7 @@ def read_run(path: Path) -> Run:
     return Run(
         path,
         record,
-        load_recipe(path / "recipe.yaml"),
+        read_recipe(RunDir(path)),
         history,
         results,
         # numbers for classes without a name

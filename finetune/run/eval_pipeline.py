@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.recipe.load import load_run_recipe
+from finetune.run.record import load_run_recipe
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing

@@ -9,15 +9,17 @@ from typing import Any, cast
 
 from finetune.errors import CheckpointError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count
-from finetune.recipe.load import DistillSection, load_run_recipe
+from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import training_keys
+from finetune.recipe.training_keys import changed_training_keys, training_keys
 from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
 __all__ = [
     "describe_teacher",
+    "load_run_recipe",
     "read_finished_results",
+    "read_recipe",
     "read_record",
     "record_status",
     "write_record",
@@ -45,6 +47,33 @@ def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
 def read_record(run: RunDir) -> RunRecord:
     """Read run.json; empty if it does not exist. Raises: same as `RunDir.read_json`."""
     return cast(RunRecord, run.read_json("run.json") or {})
+
+
+def read_recipe(run: RunDir) -> Recipe:
+    """Read recipe.yaml. Raises: CheckpointError if it is not the recipe that the run trains."""
+    path = run.path / "recipe.yaml"
+    recipe = load_recipe(path)
+    if recorded := read_record(run).get("training_keys"):
+        changes = changed_training_keys(recorded, recipe)
+        changes.pop("data.source", None)  # the same images in another place
+        if changes:
+            listed = "; ".join(f"{key}: {values}" for key, values in changes.items())
+            raise CheckpointError(
+                f"{path}: was changed after the run started ({listed}); restore the values of the "
+                "run",
+                code="checkpoint.damaged",
+            )
+    return recipe
+
+
+def load_run_recipe(run: str | Path) -> Recipe | None:
+    """Read the recipe of a run directory; None if `run` is a model folder or a model name.
+
+    Raises: same as `read_recipe`.
+    """
+    folder = Path(run)
+    is_run = all((folder / name).is_file() for name in ("run.json", "recipe.yaml"))
+    return read_recipe(RunDir(folder)) if is_run else None
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:

@@ -23,6 +23,7 @@ from finetune.models.save import save_model
 from finetune.precision import autocast_dtype
 from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write_artifacts
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record, write_record
 from finetune.training.accelerator import run_on_main
@@ -181,9 +182,11 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
         for key, value in claim.items()
     ):
         return results
-    steps_per_epoch = read_record(run).get("plan", {}).get("steps_per_epoch", 1.0)
+    record = read_record(run)
+    steps_per_epoch = record.get("plan", {}).get("steps_per_epoch", 1.0)
     results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)
     write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
+    write_record(run, {**record, "training_keys": training_keys(recipe)})
     run.write_json("results.json", results)
     rewrite_artifacts(run)
     _write_html_report(run.path, None)

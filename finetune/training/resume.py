@@ -18,11 +18,10 @@ from finetune.data.leakage import find_train_leakage
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError, WeightsError
 from finetune.files import write_atomically
 from finetune.log import logger
-from finetune.recipe.load import load_recipe
-from finetune.recipe.training_keys import training_keys
+from finetune.recipe.training_keys import changed_training_keys, training_keys
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.environment import collect_environment
-from finetune.run.record import read_record, write_record
+from finetune.run.record import read_recipe, read_record, write_record
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
 
@@ -102,6 +101,7 @@ def start_or_resume(
     record = {
         **record,
         "status": "running",
+        "training_keys": training_keys(setup.recipe),
         "precision": precision,
         **collect_environment(setup.device, num_processes),
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
@@ -154,14 +154,7 @@ def _check_same_run(
 
     Raises: RecipeError, WeightsError or DataError that names the difference.
     """
-    old = training_keys(load_recipe(run.path / "recipe.yaml"))
-    new = training_keys(setup.recipe)
-    differences = {
-        f"{section}.{key}": f"the run has {old[section].get(key)!r}, now {new[section].get(key)!r}"
-        for section in new
-        for key in old[section] | new[section]
-        if old[section].get(key) != new[section].get(key)
-    }
+    differences = changed_training_keys(record.get("training_keys", {}), setup.recipe)
     recorded = record.get("split_fingerprints", {})
     changed_splits = {
         name
@@ -181,6 +174,7 @@ def _check_same_run(
     if differences and not (
         set(differences) <= _LENGTH_KEYS and _has_same_lr_so_far(run, setup, record)
     ):
+        read_recipe(run)  # its error if the run's own recipe.yaml was changed
         listed = "; ".join(f"{key}: {values}" for key, values in differences.items())
         raise RecipeError(
             f"{run.path}: cannot continue with a different recipe ({listed}); continue with the "

@@ -299,8 +299,11 @@ def test_hostile_run_names_in_the_comparison(
 ) -> None:
     other = tmp_path / "<b>run<b> | `x`\n\u202e"
     shutil.copytree(in_trained_folder / "run", other)
-    changed = (other / "recipe.yaml").read_text().replace("steps: 2", "steps: 3")
-    (other / "recipe.yaml").write_text(changed)
+    for file, old, new in (
+        ("recipe.yaml", "steps: 2", "steps: 3"),
+        ("run.json", '"steps": 2', '"steps": 3'),
+    ):
+        (other / file).write_text((other / file).read_text().replace(old, new))
     code, _, err = run_command(
         "report", str(in_trained_folder / "run"), str(other), "--out", str(tmp_path / "all.html")
     )

@@ -145,9 +145,13 @@ def test_a_damaged_run_in_the_same_folder_is_ignored(
         copy_run(finished_run, tmp_path / "run"),
         copy_run(finished_run, tmp_path / "other"),
     )
-    recipe = (other / "recipe.yaml").read_text()
-    assert "seed: 0" in recipe
-    (other / "recipe.yaml").write_text(recipe.replace("seed: 0", "seed: 1"))
+    for name, old, new in (
+        ("recipe.yaml", "seed: 0", "seed: 1"),
+        ("run.json", '"seed": 0', '"seed": 1'),
+    ):
+        text = (other / name).read_text()
+        assert old in text
+        (other / name).write_text(text.replace(old, new))
     results = json.loads((other / "results.json").read_text())
     test = {**results["val"], "loss": "small"} if kind == "figures" else {"top1": 0.5}
     if kind in ("figures", "part"):

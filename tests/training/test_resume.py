@@ -20,7 +20,7 @@ from tar_shards import RangeServer, write_tar_shards
 from finetune.files import file_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import read_record, write_record
+from finetune.run.record import load_run_recipe, read_record, write_record
 from finetune.training.resume import record_plan, start_or_resume
 from finetune.training.setup import TrainingSetup, build_setup
 
@@ -202,6 +202,29 @@ def test_resume_skips_checkpoints_of_another_run(run: RunDir, tmp_path: Path) ->
         save(each, step)
     shutil.copytree(other.checkpoint_folder(2), run.checkpoint_folder(2))
     assert start(run, make_setup(), resume=True) == 1
+
+
+def test_edited_recipe_of_a_run_is_refused(run: RunDir) -> None:
+    start(run, make_setup("optim.schedule=constant"))
+    save(run, 2)
+    longer = make_setup("optim.schedule=constant", "optim.steps=300")
+    assert start(run, longer, resume=True) == 2
+    assert load_run_recipe(run.path) == longer.recipe
+    path = run.path / "recipe.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("threads: 1", "threads: 2"))
+    assert load_run_recipe(run.path) != longer.recipe
+    for old, new, key in (
+        ("lr: 0.003", "lr: 0.03", "optim.lr"),
+        ("steps: 300", "steps: 30", "optim.steps"),
+        ("eval: resize", "eval: null", "data.eval"),
+    ):
+        path.write_text(text.replace(old, new))
+        with refused("checkpoint.damaged", path, key):
+            load_run_recipe(run.path)
+    path.write_text(text.replace("seed: 0", "seed: 1"))
+    with refused("checkpoint.damaged", path, "run.seed"):  # as `finetune train RUN --resume`
+        start(run, make_setup("optim.schedule=constant", "run.seed=1"), resume=True)
 
 
 def test_run_is_finished_only_with_results_and_model(run: RunDir) -> None:

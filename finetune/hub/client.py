@@ -52,8 +52,8 @@ SILENT_SECONDS = 5.0  # a longer wait is logged
 WRITE_TIMEOUT_SECONDS = 120.0  # the Hub checks large files or assembles a commit
 
 _BUSY_STATUSES = (408, 425, 429)  # besides 5xx
-# what huggingface_hub raises if a response does not have the structure that it relies on; an
-# UnboundLocalError if it names another file than the one to send
+# raised by huggingface_hub if a response lacks the structure that it relies on; UnboundLocalError
+# if the response names another file than the one to send
 _STRUCTURE_ERRORS = (
     *(AttributeError, LookupError, RecursionError, TypeError, ValueError),
     UnboundLocalError,
@@ -116,8 +116,8 @@ def hub_errors(
         revision: branch, tag or commit that is read; None for the newest.
         not_found_error: error class for a missing repository or revision.
         repo_noun: word for the repository in messages, such as dataset.
-    Raises: TransientHubError if a retry may succeed; HubError if the Hub denies access or its
-        response makes no sense; `not_found_error` if the repository or revision does not exist.
+    Raises: TransientHubError if a retry may succeed; HubError if the Hub denies access or sends an
+        unusable response; `not_found_error` if the repository or revision does not exist.
     """
     _limit_waits()
     try:
@@ -260,8 +260,8 @@ def _describe_status(
 def redact(text: str) -> str:
     """Prepare third-party text for a message: one line, limited length, no tokens.
 
-    A response may repeat the request's headers, with the token. A text with advice on loading
-    objects that could run code is replaced.
+    A response may repeat the headers of the request, including the token. Text that explains how to
+    load objects that could run code is replaced as a whole.
     """
     if _UNSAFE_LOADING_ADVICE.search(text):
         return "it holds Python objects or code, which are never loaded because they could run code"
@@ -284,7 +284,8 @@ def token_source() -> str:
 def _limit_waits() -> None:
     """Limit the waits of huggingface_hub's current session; some of its calls would wait forever.
 
-    A hook instead of another client keeps the proxies and certificates that a program has set.
+    The session gets a hook, because a new client would lose proxies and certificates that a program
+    has set.
     """
     session = get_session()
     hooks = session.event_hooks
@@ -316,7 +317,8 @@ def retry(
         call: function that raises TransientHubError for temporary failures.
         url: URL on the server; None for the Hub.
         max_tries: limit for the number of calls.
-        max_seconds: limit for all calls together, if each takes as long as the one before.
+        max_seconds: time limit for all calls together; if one more call, as long as the last one,
+            could exceed it, the function is not called again.
     Raises: the last TransientHubError, and any other error of `call`.
     """
     host = urlsplit(url or constants.ENDPOINT).netloc.rpartition("@")[2]
@@ -343,7 +345,7 @@ def retry(
 
 @contextlib.contextmanager
 def _log_long_wait(host: str, attempt: str) -> Iterator[None]:
-    """Log a line if the block takes long; once per host and attempt, as a slow host repeats it."""
+    """Log a line if the block takes long, but only once per host and attempt."""
     text = f"waiting for {host}, {attempt}"
     timer = threading.Timer(SILENT_SECONDS, warn_once, [text])
     timer.daemon = True
@@ -368,4 +370,4 @@ def call_hub(display_name: str, function: Callable[..., T], *args: Any, **option
 
 
 for _handler in logging.getLogger("huggingface_hub").handlers:
-    _handler.addFilter(redact_record)  # it warns with signed URLs
+    _handler.addFilter(redact_record)  # the warnings of huggingface_hub contain signed URLs

@@ -142,8 +142,8 @@ def _use_cached(
 ) -> CachedHubFile:
     if cached_path is None:
         raise HubError(
-            f"{display_name}: {cause}, and {filename} is not in the cache; run once with a "
-            f"connection, or copy the model and pass its folder",
+            f"{display_name}: {cause}, and {filename} is not in the cache; run once with a network "
+            f"connection, or pass the folder of a local copy",
             code="hub.unreachable",
         )
     sha256 = verify_checksum(cached_path)

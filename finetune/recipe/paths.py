@@ -87,7 +87,7 @@ def raise_if_model_missing(name: str, path: Path) -> None:
 
 
 def check_recipe_or_source(text: str) -> None:
-    """Check that a command-line argument that is not a data source is an existing path.
+    """Check that the recipe or folder of images that a command got as its argument exists.
 
     YAML files and URLs are not checked, because reading them as a recipe gives a better error.
 
@@ -134,7 +134,7 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
 
     Args:
         source: the data source.
-        typed: what the user typed, for messages; None if that is the data source.
+        typed: what the user typed, for messages; None if it is equal to `source`.
     Raises: DataError for an unknown kind or a missing path.
     """
     typed = source if typed is None else typed
@@ -182,7 +182,7 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
 
 
 def check_source_url(source: str) -> None:
-    """Check that a URL of tar shards is one whose password and query `redact_urls` recognizes.
+    """Check that `redact_urls` can find the password and the query in a URL of tar shards.
 
     Raises: DataError, which does not repeat the URL.
     """
@@ -223,7 +223,7 @@ def _refuse_spreadsheet_or_archive(path: str, typed: str) -> None:
 def is_data_source(text: str) -> bool:
     """True if a command-line argument is a data source, not a recipe or a run directory.
 
-    This includes spreadsheets and archives, so that the error is about images.
+    Spreadsheets and archives count as data sources, so that the error says how to convert them.
     """
     if split_source(text)[0]:
         return True

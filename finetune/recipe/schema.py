@@ -243,8 +243,8 @@ class DataSection(Section):
     split_seed: Integer | None = Field(
         None,
         ge=0,
-        description="seed for drawing val_fraction, num_train, num_val and num_test; null: "
-        "run.seed",
+        description="seed of the draws for val_fraction, num_train, num_val, num_test and "
+        "long_tail; null: run.seed",
     )
     num_train: Integer | None = Field(
         None,
@@ -319,8 +319,8 @@ class DataSection(Section):
         None,
         gt=0,
         le=1,
-        description="fraction of the side that the center crop of the default evaluation "
-        "transforms keeps; null: that of the pretrained weights",
+        description="for the default evaluation transforms: fraction of the side that the center "
+        "crop keeps; null: that of the pretrained weights",
     )
     keep: Literal["auto", "device", "memory", "none"] = Field(
         "auto",
@@ -435,8 +435,8 @@ class OptimSection(Section):
         None,
         gt=0,
         le=1,
-        description="layer-wise learning rate decay: each block (or stage) has this factor times "
-        "the learning rate of the one after it",
+        description="layer-wise learning rate decay: the learning rate of each block (or stage) is "
+        "this factor times that of the next one",
     )
     schedule: Literal["constant", "linear", "cosine", "step"] = Field(
         "cosine", description="learning rate schedule after the warmup"
@@ -559,8 +559,8 @@ class DistillSection(Section):
         0.5,
         gt=0,
         le=1,
-        description="w in the loss (1 - w) * label loss + w * teacher loss; optim.stages use no "
-        "teacher",
+        description="w in the loss (1 - w) * label loss + w * teacher loss; the earlier stages in "
+        "optim.stages use no teacher",
     )
 
     @property
@@ -615,7 +615,10 @@ class RunSection(Section):
     )
     threads: Integer | None = Field(None, ge=1, le=1024, description="CPU threads per process")
     timeout_seconds: FiniteFloat = Field(
-        1800.0, gt=0, description="longest time to wait for other processes"
+        1800.0,
+        gt=0,
+        description="longest wait for other processes; the limit for one batch of images is half "
+        "of it",
     )
     max_skipped: Integer = Field(
         10, ge=0, description="consecutive steps with a non-finite loss before the run fails"

@@ -46,7 +46,7 @@ _TYPE_NAMES = {
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section class of a field, also for lists of sections; None for a plain value."""
+    """Return the section class of a field or of its list items; None for a plain value."""
     kind: Any = field.annotation
     while arguments := get_args(kind):  # tuple[Section, ...] | None: take Section
         kind = arguments[0]

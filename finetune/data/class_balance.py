@@ -40,7 +40,7 @@ def describe_imbalance(counts_K: NDArray[np.int64], class_names: Sequence[str]) 
     """Name the rarest and the most common class if their image counts differ by more than 10x.
 
     Args:
-        counts_K: training images of each class.
+        counts_K: number of training images of each class.
         class_names: K class names.
     Returns: a sentence, or "" if no class is rare.
     """
@@ -60,8 +60,8 @@ def describe_class_draws(
     """Describe how often an epoch draws each image of the rarest and of the most common class.
 
     Args:
-        counts_K: training images of each class.
-        draws_K: draws of each class in an epoch, see `compute_class_draws`.
+        counts_K: number of training images of each class.
+        draws_K: number of draws from each class in an epoch, see `compute_class_draws`.
         class_names: K class names.
     """
     present = np.flatnonzero(counts_K)
@@ -109,7 +109,7 @@ def compute_class_draws(counts_K: NDArray[np.int64], kind: ClassSamplingKind) ->
     """Return how many images of each class an epoch draws, (K,); they sum to the number of images.
 
     Args:
-        counts_K: images of each class; an empty class gets none.
+        counts_K: number of images of each class; an empty class gets no draws.
         kind: "class_balanced" draws the same number from every class; "square_root" draws in
             proportion to the square root of the class's image count.
     Source: Kang et al. 2020, "Decoupling representation and classifier", equation 1.
@@ -119,7 +119,7 @@ def compute_class_draws(counts_K: NDArray[np.int64], kind: ClassSamplingKind) ->
 
 
 class ClassSampler:
-    """Draws the images of each epoch: a fixed number per class, its images equally often.
+    """Draws images by class: a fixed number per epoch, and all images of a class equally often.
 
     The images of a class are drawn in cycles, in an order given by the seed. An epoch continues
     each cycle where the previous epoch stopped, so the total draws of two images of a class never

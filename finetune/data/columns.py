@@ -166,7 +166,7 @@ def declared_class_names(schema: pa.Schema, label: str) -> list[str] | None:
 
 
 def int64_to_numpy(array: pa.Array) -> np.ndarray:
-    """Convert integers without nulls to int64; `pa.Array.to_numpy` would import pandas."""
+    """Convert an integer array without nulls to int64; `pa.Array.to_numpy` would import pandas."""
     return np.from_dlpack(array).astype(np.int64)
 
 

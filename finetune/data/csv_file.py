@@ -1,7 +1,7 @@
 """Read CSV files of images: a header, then one line per image with its path and label.
 
-Multi-label files write the labels of an image as `cat|dog`, or `[]` for none, and merge the labels
-of lines with the same path; or they have one column of 0 and 1 per class.
+A multi-label file has either one label column with entries such as `cat|dog`, or `[]` for no label
+(labels of lines with the same path are merged), or one column of 0 and 1 per class.
 
 Paths are relative to the CSV file's folder and must stay inside it: a downloaded table must not
 name arbitrary local files. Symlinks in this folder are followed, as in class folders.
@@ -79,7 +79,7 @@ class _ImageRow(NamedTuple):
 def find_labels_file(folder: Path) -> Path | None:
     """Return the CSV file with the labels of a folder's images; None without one.
 
-    `metadata.csv` is the file name of ImageFolder in `datasets`.
+    The name `metadata.csv` comes from the ImageFolder loader of `datasets`.
     """
     return next((folder / name for name in _LABEL_FILE_NAMES if (folder / name).is_file()), None)
 
@@ -127,9 +127,9 @@ def read_csv(
         split: split of all images; None to read it from the column "split" (all images are train if
             this column does not exist).
         multilabel: allow any number of labels per image.
-    Returns: a dict from split to a sorted list with a pair (path relative to the file's folder,
-        class name or names) for each image; and the names of the label columns of 0 and 1, an empty
-        tuple unless there are several.
+    Returns: a dict from split to its sorted images, each as (path relative to the file's folder,
+        class name or names); and the names of the label columns of 0 and 1, empty if there is one
+        label column.
     Raises: DataError naming the line.
     """
     records = _parse_records(file, _read_text(file))

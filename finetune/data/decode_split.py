@@ -142,9 +142,10 @@ def decode_batches(
     slots = _allocate_shared_memory(num_slots * slot_bytes).reshape(num_slots, slot_bytes)
 
     def decode_batch(task: tuple[int, NDArray[np.int64]]) -> tuple[int, list[Any], list[Any]]:
-        """Decode a batch into a slot. Returns: the slot; the shape of each image; warnings.
+        """Decode a batch into a slot of the shared memory.
 
-        An image that does not fit into the slot, or an error, is returned instead of the shape.
+        Returns: the slot; for each image its shape and checksum, or the image itself if it does not
+            fit into the slot, or an error; and warnings.
         """
         slot, indices = task
         collect_warnings()

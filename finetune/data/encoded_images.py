@@ -68,10 +68,10 @@ class EncodedImages(Protocol):
 
 @dataclass(frozen=True)
 class TableChunk:
-    """Consecutive or selected rows of one table: encoded images, and paths if it has any."""
+    """Consecutive or selected rows of a table: their encoded images, and paths if it stores any."""
 
-    title: str
-    first_row: int
+    title: str  # name of the table, for messages
+    first_row: int  # number of the first row in the table
     encoded_images: pa.Array
     paths: pa.Array | None
     # folders from which image files may be read; `paths` are relative to the first one

@@ -98,7 +98,7 @@ def walk_images(
 
     Args:
         folder: top folder; hidden files and folders in it are skipped.
-        ignored: counter to which the names of files that are not images are added, and those of
+        ignored: counter of ignored file names, updated in place: files that are not images, and
             HEIC photos if pillow-heif is not installed.
         symlink_checker: checker for each link; None to follow all links.
     Yields: paths, in no particular order. Images are recognized by suffix; no file is opened.
@@ -390,7 +390,7 @@ def _list_images_by_class(
 
     Args:
         folder: folder of one split, with one folder per class.
-        ignored: counter to which the names of files that are not images are added.
+        ignored: counter of ignored file names, updated in place.
     Returns: paths by class name. These include pipes and damaged files, which `finetune data scan`
         reports.
     """

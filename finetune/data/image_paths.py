@@ -53,7 +53,8 @@ def find_images(
     Args:
         paths: paths, glob patterns or PIL images. An existing path is never treated as a pattern.
         expand_patterns: expand glob patterns; if False, take every path literally.
-    Returns: (path or image, None), or (path, error) if nothing is found there.
+    Returns: a list with (path or image, None) for each image, and (path, error) for each path
+        where none is found.
     """
     files: list[ImageInput] = []
     for given in paths:

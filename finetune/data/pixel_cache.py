@@ -216,7 +216,7 @@ def _open_cached(
 def _build_decoded_split(
     file: BinaryIO, table: PixelTable, split: Split, path: Path | None = None
 ) -> DecodedSplit:
-    """Build the `DecodedSplit` of a file; decode an image again if it cannot be read.
+    """Build a `DecodedSplit` that reads from a file, and decodes an image again if reading fails.
 
     Args:
         path: path of the cache file; None for images in memory.

@@ -172,7 +172,7 @@ class DecodedImages(Sequence[Tensor]):
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of the pixels of all images."""
+        """Size of the pixels of all images, in bytes."""
         return int(3 * self._sizes[self._positions].prod(axis=1).sum())
 
     @property

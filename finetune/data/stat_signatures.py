@@ -56,5 +56,5 @@ def _stat_signature(
 
 
 def are_settled(signatures_F5: NDArray[np.int64]) -> bool:
-    """True if each file is surely unchanged while its signature is; False without any files."""
+    """True if an unchanged signature proves each file unchanged; False if there are no files."""
     return len(signatures_F5) > 0 and not np.any(signatures_F5[:, 0] == _UNSETTLED)

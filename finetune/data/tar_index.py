@@ -72,8 +72,8 @@ class TarShard:
 
     Attributes:
         file: the shard.
-        offsets, sizes: (N,) int64, in bytes.
-        names: (N,) member names.
+        offsets, sizes: offset and size of each image in the shard, (N,) int64, in bytes.
+        names: member name of each image, (N,).
         labels: label of each image, (N,): an integer, a class name, or a list of these.
         ignored: number of members of other types, by suffix.
     """
@@ -185,7 +185,7 @@ def _warn_not_cached(error: OSError) -> None:
 def _cache_key(file: ShardFile, image_suffix: str | None, label_field: str | None) -> str | None:
     """Return the cache key: a hash of everything that an index depends on.
 
-    Returns: None if a later change of the shard could go unnoticed.
+    Returns: the key; None if a later change of the shard could go unnoticed.
     """
     if isinstance(file, LocalFile):
         signatures = stat_signatures([file.path])

@@ -42,7 +42,7 @@ def unfrozen_batch_norm_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def configure_batch_norm(model: nn.Module, section: ModelSection) -> None:
-    """Apply `model.freeze_bn` (batch norms train only their weights) and check `model.sync_bn`.
+    """Apply `model.freeze_bn` (batch norms keep their statistics) and check `model.sync_bn`.
 
     Args:
         model: the network built from `section`, with `model.freeze` already applied. With

@@ -79,12 +79,12 @@ def build_model(
     """Build a network with pretrained weights, ready for fine-tuning or prediction.
 
     Args:
-        name: see `finetune.models.weights.resolve.resolve_weights`.
+        name: name of the weights, see `finetune.models.weights.resolve.resolve_weights`.
         num_classes: K for a new head; None keeps the pretrained classes and head.
         class_names: names of the K classes; `head_init="keep"` matches them to the pretrained
             classes by name.
         pretrained: False builds the same network with random weights.
-        image_size: pixels, or (height, width); None uses the image size of the weights.
+        image_size: image size in pixels, or (height, width); None for that of the weights.
         posemb: how to resize position embeddings: one of RESIZE_METHODS, or "auto" for the method
             that suits the weights.
         head_init: initialization of a new head: "zeros", "default" (timm's), "keep" or None; see
@@ -376,7 +376,7 @@ def _unexpected_keyword(error: Exception) -> str | None:
 def _creation_error(
     weights: Weights, args: Mapping[str, Any], image_size: tuple[int, int], error: Exception
 ) -> FinetuneError:
-    """Return the error to raise instead: it blames config.json, model.args or the image size."""
+    """Convert an error of timm: find out whether config.json, model.args or image size is wrong."""
     try:
         own_network = _create_without_args(weights, None)
     except Exception as own_error:  # see _create_model

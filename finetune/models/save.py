@@ -47,9 +47,10 @@ class BuiltModel:
         temperature: divisor of the logits before softmax; None for a new head, or if the weights
             are not calibrated.
         multilabel: True if the network predicts any number of labels per image.
-        thresholds: one per class; a class is predicted if sigmoid(logit) is at least its threshold.
+        thresholds: threshold of each class, which is predicted if sigmoid(logit) is at least this.
             None for a new head, or if the weights are not calibrated.
-        posemb: how to resize the position embeddings to another image size.
+        posemb: method that resizes the position embeddings to another image size, one of
+            RESIZE_METHODS.
     """
 
     model: nn.Module

@@ -202,7 +202,7 @@ class StreamedImages:
         )
 
     def encoded_sizes(self) -> NDArray[np.int64]:
-        """Return the mean image size in the row group of each row, (N,) int64 in bytes."""
+        """Estimate each image's size as the mean of its row group, (N,) int64 in bytes."""
         lengths = np.diff(self.group_starts)
         return np.repeat(self.group_num_bytes() // np.maximum(lengths, 1), lengths)
 

@@ -28,8 +28,8 @@ def convert_checkpoint(
     """Convert a checkpoint to timm's names and layout; infer all sizes from the tensors.
 
     Supports both ways in which flax numbers modules (`LayerNorm_2`, `MlpBlock_3` before linen;
-    `LayerNorm_1`, `MlpBlock_0` since). Google's models use the tanh approximation of GELU and, if
-    they have no class token, average pooling after the last LayerNorm. Both become keyword
+    `LayerNorm_1`, `MlpBlock_0` in linen). Google's models use the tanh approximation of GELU and,
+    if they have no class token, average pooling after the last LayerNorm. Both become keyword
     arguments of timm's network, so plain timm gets the same logits from a saved model.
 
     Args:

@@ -121,8 +121,8 @@ def _resize_position_embeddings(
 def _source_grid(model: nn.Module, weights: Weights, num_patches: int) -> tuple[int, int] | None:
     """Return the grid of the weights' position embeddings, (height, width).
 
-    It comes from the image size in the configuration of the weights if that fits; otherwise the
-    grid is a square, or None if `num_patches` is not a square number.
+    The grid follows from the image size in the configuration of the weights, if that gives
+    `num_patches`. Otherwise it is a square, or None if `num_patches` is not a square number.
     """
     size, stride = weights.model_args.get("img_size"), token_stride(model)
     size = size or tuple(weights.config.get("input_size", ()))[-2:]

@@ -83,11 +83,11 @@ class Weights:
         provenance: source, revision, file, sha256, license.
         temperature: divisor of the logits before softmax; None if it was not fitted.
         multilabel: True if an image can have any number of labels; scores are sigmoid(logit).
-        thresholds: one per class; a class is predicted if its score is at least its threshold. None
+        thresholds: threshold of each class, which is predicted if its score is at least this. None
             if they were not fitted.
         from_config: True if model_args and config were read from a config.json.
-        posemb: how to resize the position embeddings, one of RESIZE_METHODS; None if it follows
-            from the architecture and the tag.
+        posemb: method that resizes the position embeddings, one of RESIZE_METHODS; None if it
+            follows from the architecture and the tag.
     """
 
     architecture: str

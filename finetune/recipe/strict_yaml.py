@@ -90,7 +90,7 @@ class YamlDocument:
     def add_problem(
         self, key: KeyPath, problem: str, *, code: str, line: int | None = None
     ) -> None:
-        """Add a problem of the value at `key`; `line` replaces the line of the value."""
+        """Add a problem of the value at `key`; if `line` is given, report it as the location."""
         location = (
             self.location_of(key) if line is None else SourceLocation(f"{self.name}:{line}", line)
         )
@@ -110,7 +110,7 @@ class _UnsupportedYamlError(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; rejects anchors, aliases and deep nesting while parsing."""
+    """Loader that composes nodes, but no objects; rejects anchors, aliases and deep nesting."""
 
     depth = 0
 
@@ -131,7 +131,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block style; with the resolvers below, quotes text that would load as another type."""
+    """Dumper without aliases; quotes text that the resolvers below would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

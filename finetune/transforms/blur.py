@@ -27,7 +27,7 @@ def gaussian_blur(
 
     Args:
         images_B3HW: float32 images.
-        is_blurred: (B,) whether to blur an image.
+        is_blurred: (B,) mask, True for the images to blur.
         sigma: range of the standard deviation in pixels.
         sizes: (B, 2) image sizes if the canvas is shared; see finetune.transforms.color.
     Source: torchvision, transforms.v2.GaussianBlur, with a kernel of four standard deviations.

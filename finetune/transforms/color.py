@@ -168,6 +168,11 @@ def color_jitter(
 ) -> Tensor:
     """Apply color jitter in place, with random parameters and a random order per sample.
 
+    Args:
+        brightness, contrast, saturation: range of the random factor; a number x means
+            [1 - x, 1 + x].
+        hue: range of the random shift; a number x means [-x, x].
+        sizes: (B, 2) image sizes; see the module docstring.
     Source: torchvision, transforms.v2.ColorJitter.
     """
     ranges = [_jitter_range(one, 1.0) for one in (brightness, contrast, saturation)] + [

@@ -1,8 +1,8 @@
-"""Resize, crop, pad and flip images; any number of these operations costs one resampling.
+"""Resize, crop, pad and flip images, with consecutive operations fused into one resampling.
 
 `AxisTransform` fuses the operations along one axis of a batch; it holds positions, not pixels.
-`resample` applies it to images of one size, with one matrix product per axis;
-`finetune.transforms.ragged` applies it to images of several sizes.
+`resample` applies it to images of one size, with one matrix product per axis.
+`finetune.transforms.ragged` applies it to images of several sizes, with one resampling per resize.
 Downscaling is antialiased as in Pillow: the filter is widened by the scale.
 """
 

@@ -62,7 +62,7 @@ def sample_keys(seed: int, epoch: int, indices: Sequence[int] | npt.NDArray[Any]
 
     Args:
         seed: seed of the run, any integer.
-        epoch: epoch, from 0.
+        epoch: epoch number, from 0.
         indices: (B,) indices of the samples in the dataset.
     Returns: (B,) uint64 keys.
     """

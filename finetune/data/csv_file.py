@@ -167,7 +167,8 @@ def read_csv(
             if first_row is row:
                 continue
             if multilabel and len(label_columns) == 1 and label and first_row.label:
-                all_labels = tuple(sorted({*first_row.label, *label}))  # one line per label
+                # the file may have one line per label
+                all_labels = tuple(sorted({*first_row.label, *label}))
                 row = row._replace(label=all_labels)
                 first_row = rows[path] = first_row._replace(label=all_labels)
             _check_duplicate_row(row, first_row)

@@ -160,7 +160,7 @@ def decode_batches(
                 free = free[pixels.size :]
                 sent.append((pixels.shape, image.crc32))
             else:
-                sent.append(image)  # pickled
+                sent.append(image)  # pickled: an error, or an image that does not fit
         return slot, sent, collect_warnings()
 
     results = parallel_map(

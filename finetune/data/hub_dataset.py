@@ -241,7 +241,7 @@ def _load_cached(
     expected = _cached_commit(repo_id, revision)
     copies = _datasets_copies(repo_id)
     for copy in copies:
-        if copy.name == expected:  # `datasets` loads the newest copy, of any revision
+        if copy.name == expected:  # make it the newest, which `datasets` loads for any revision
             newest = max(other.stat().st_mtime_ns for other in copies)
             os.utime(copy, ns=(newest, max(time.time_ns(), newest + 1_000_000)))
     cause = "HF_HUB_OFFLINE is set" if hub_error is None else str(hub_error)

@@ -55,7 +55,7 @@ __all__ = ["DecodeOptions", "DecodedSplit", "decode_to_memory", "decode_with_cac
 MAX_CACHE_BYTES = 64 * 2**30
 _MAX_DISK_FRACTION = 0.5  # maximum share of the free space; the rest is for the run and other users
 _HEAD_START_SECONDS = 1.0  # for the rank that shows the progress bar
-_FORMAT_VERSION = 4  # of the file
+_FORMAT_VERSION = 4  # of the pixel file
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.pixels")
 _DISK_SPACE_HINT = "free space, or set FINETUNE_CACHE to another folder"
 

@@ -89,7 +89,7 @@ class PixelStore:
         self.device = device or (images.device if images is not None else torch.device("cpu"))
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        self.bytes_per_image = bytes_per_image  # estimate for a decoded image
+        self.bytes_per_image = bytes_per_image  # estimated size of a decoded image
         self.common_size = common_size
         self.prefetcher = build_prefetcher(
             split, num_workers=num_workers, timeout_seconds=timeout_seconds

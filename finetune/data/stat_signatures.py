@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["SETTLED_NS", "are_settled", "is_settled", "stat_signature", "stat_signatures"]
 
 SETTLED_NS = 2 * 10**9
-_UNSETTLED = -1  # as device number: the file's next change might not change its times
+_UNSETTLED = -1  # replaces the device number if the file's next change might not change its times
 
 
 def stat_signature(file: int | bytes | str | os.PathLike[str]) -> tuple[int, int, int, int, int]:

@@ -300,7 +300,7 @@ def _create_model(
     rates = {key: rate for key, rate in dropout_rates.items() if rate}
     dropout_args: dict[str, Any] = {}
     try:
-        # first on the meta device, to learn its size and the arguments of its class
+        # create it on the meta device first, to learn its size and its constructor's arguments
         is_checked = bool(rates or args or weights.from_config)
         network = _create_on_meta(weights, kwargs) if is_checked else None
     except FinetuneError:  # from TransformersClassifier

@@ -44,7 +44,7 @@ _COLOR_OPS = ("Brightness", "Color", "Contrast", "Sharpness")
 _OTHER_OPS = ("Posterize", "Solarize", "AutoContrast", "Equalize")
 _RAND_AUGMENT_OPS = ("Identity", *_GEOMETRIC_OPS, *_COLOR_OPS, *_OTHER_OPS)
 AUGMENT_OPS = (*_RAND_AUGMENT_OPS, "Invert")
-_NO_OP = -1  # index of no operation
+_NO_OP = -1  # in place of an operation's index: apply none
 _AUTO_AUGMENT_LEVELS = 10  # levels of a magnitude, from 0
 _THREE_AUGMENT_SIGMA = (0.1, 2.0)
 

@@ -106,7 +106,8 @@ def spec_to_preprocessing(
     else:
         return None
     exact = preprocessing.image_size[0] / height
-    # timm rounds down: 15 / (15 / 29) to 28, and with the float below 15 / 29 to 29
+    # timm rounds the resized side down: it gets 28 from 15 / (15 / 29), but 29 with the next lower
+    # float in place of 15 / 29
     for crop_pct in (preprocessing.crop_pct, exact, math.nextafter(exact, 0)):
         published = dataclasses.replace(
             preprocessing,

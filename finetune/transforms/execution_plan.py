@@ -67,7 +67,7 @@ def plan_execution(
             current = size_after_operation(call, current, image_size)
             run.positions.append(position)
             run.sizes.append(current)
-            if has_fill:  # a step of its own: no other padding is filled
+            if has_fill:  # a step of its own, so that no other padding gets this fill
                 run = None
         elif call.name == "corrupt" and run is not None and run.enlarges:
             step = PlanStep([position], [run.sizes[0]], is_geometric=False)

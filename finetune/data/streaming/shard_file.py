@@ -224,7 +224,7 @@ class RemoteFile:
             )
             response = session.send(request, stream=True, follow_redirects=True)
             with contextlib.closing(response):
-                if is_in_store and response.status_code not in (206, 416):  # expired
+                if is_in_store and response.status_code not in (206, 416):  # the URL has expired
                     raise TransientHubError(f"the file store returned {response.status_code}")
                 self._check_status(response)
                 span = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))

@@ -238,7 +238,7 @@ _Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str
 class HubConfig(BaseModel):
     """Valid values of a config.json in timm's format."""
 
-    model_config = ConfigDict(protected_namespaces=())  # for the name model_args
+    model_config = ConfigDict(protected_namespaces=())  # allows the field name model_args
 
     pretrained_cfg: dict[str, Any] | None = None
     model_args: dict[str, Any] | None = None

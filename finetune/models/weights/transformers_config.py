@@ -58,7 +58,7 @@ _PositiveChannel = Annotated[_Channel, Field(gt=0)]
 class ClassifierConfig(BaseModel):
     """Valid values of a config.json; keys that are not listed are not checked."""
 
-    model_config = ConfigDict(protected_namespaces=())  # for the name model_type
+    model_config = ConfigDict(protected_namespaces=())  # allows the field name model_type
 
     model_type: str
     architectures: list[str] | None = None

@@ -230,8 +230,11 @@ def read_hub(
         )
     name, revision, config = match.groups()
     if Path(name).is_dir():  # `datasets` would read it instead of the Hub
-        message = f"hub:{spec}: the folder {name!r} exists here; use parquet: or folder:"
-        raise DataError(message, code="data.ambiguous")
+        raise DataError(
+            f"hub:{spec}: a local folder is also named {name!r}; use parquet: or folder: to read "
+            "it, or start in another folder to read the dataset on the hub",
+            code="data.ambiguous",
+        )
     commit: str | None
     if streaming:
         dataset_files = list_parquet_files(f"hub:{spec}", name, config, revision)

@@ -95,7 +95,7 @@ class RecordedDigests:
             except OSError as error:
                 raise _changed_error(f"cannot be read ({error.strerror or error})") from None
             if image_digest(body) != self._digests_N16[row].tobytes():
-                raise _changed_error("other content")
+                raise _changed_error("its content differs")
             yield io.BytesIO(body)
             if is_settled(signature):
                 self._signature_hashes_N[row] = hash(signature)

@@ -197,7 +197,8 @@ def user_error(
         return HubFileNotFoundError(f"{display_name}: no such file on the hub; check its name")
     if isinstance(cause, RevisionNotFoundError):
         return not_found_error(
-            f"{display_name}: no such revision; remove '@{revision}' for the newest", code=not_found
+            f"{display_name}: no such revision; remove '@{revision}' to use the newest",
+            code=not_found,
         )
     if isinstance(cause, RepositoryNotFoundError):
         return not_found_error(

@@ -58,7 +58,7 @@ def _as_vectors(values: Any, name: str) -> Tensor:
         kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise WeightsError(
             f"{name}: its pre-logits are {kind}, not one vector per image; set global_pool, for "
-            "instance avg, in the model's config.json",
+            "example to avg, in the model's config.json",
             code="weights.unsupported",
         )
     return values.float()

@@ -271,7 +271,7 @@ class Pipeline:
                 is_last = step is plans[0][-1]
                 pads = fill is not None or rows.pads_result or columns.pads_result
                 if is_last and step.enlarges and not pads:
-                    images, is_normalized = self._normalize(images), True  # cheaper before it
+                    images, is_normalized = self._normalize(images), True  # cheap before enlarging
                 images = resample(images.to(dtype if is_last else torch.float32), rows, columns)
             if rows.overshoots or columns.overshoots:
                 images = self._clamp_overshoot(images, is_normalized)

@@ -317,7 +317,7 @@ def test_hub_error_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         open_source("hub:a/b:x")
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="the folder 'a/b' exists here"):
+    with pytest.raises(DataError, match="a local folder is also named 'a/b'"):
         open_source("hub:a/b")
 
 

@@ -310,7 +310,7 @@ class TestErrors:
         messages.add(hub_error_message(f"hf-hub:{REPO}"))
         expected_texts = (
             "nobody/net: no such repository, or it is private; check the name, or log in with",
-            "@v2: no such revision; remove '@v2' for the newest",
+            "@v2: no such revision; remove '@v2' to use the newest",
             "no file config.json",
             "the hub rejects the token from HF_TOKEN (401); create a new one and run "
             "`hf auth login`, or remove it",

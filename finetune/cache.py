@@ -243,7 +243,7 @@ def _with_full_path(error: OSError, path: Path) -> OSError:
     if isinstance(error, UntrustedCacheError):
         return error
     if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
-        return UntrustedCacheError(f"{path}: a symbolic link, which is not followed; remove it")
+        return UntrustedCacheError(f"{path}: this is a link, which is not followed; remove it")
     return type(error)(error.errno, error.strerror, str(path))
 
 

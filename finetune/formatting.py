@@ -106,7 +106,7 @@ def aligned_table(rows: Sequence[Sequence[str]], *, num_text_columns: int = 1) -
 
     Args:
         rows: the header row, then the data rows; all have the same number of cells.
-        num_text_columns: how many columns from the left hold text.
+        num_text_columns: number of columns, from the left, that contain text.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -48,7 +48,7 @@ class TrainingLoop:
     Args:
         recipe: the recipe, trained as by `finetune train`.
         folder: an empty folder for the run directory; the caller removes it.
-        max_images: open only this many images of each split; None for all.
+        max_images: maximum number of images to open of each split; None for all.
         on_step: function to call after each step.
 
     Attributes:

@@ -86,10 +86,11 @@ def evaluate_model(
         split: "train", "val" or "test". None means val with `fit_temperature`; otherwise test, or
             val if the data has no test split. If `data` is not the run's own data and has only one
             split, None means that split.
-        fit_temperature: fit a temperature on the split and write it into the model's config.json.
-        corrupt: also evaluate corrupted images: "all", one kind of CORRUPTIONS, or one kind and
-            severity such as "noise:3".
-        tta: "flip" averages the logits of each image and its mirror image.
+        fit_temperature: True to fit a temperature on the split and write it into the model's
+            config.json.
+        corrupt: corruptions to evaluate as well: "all", one kind of CORRUPTIONS, or one kind and
+            severity such as "noise:3"; None for no corruption.
+        tta: "flip" to average the logits of each image and its mirror image; None not to.
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
         "data_changed" (True if it is a split of the run's own data that has changed since),

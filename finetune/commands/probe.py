@@ -85,15 +85,16 @@ def probe_model(
             is held out from train, as in training. None uses an existing split: test, else val.
         shots: numbers of training images per class, one few-shot evaluation each.
         seeds: number of random draws of the shots, with seeds 0, 1, …
-        linear: also fit logistic regression on all of train, with C chosen on validation.
-        linear_sgd: also train linear classifiers with SGD, like DINOv2's evaluation, and report
-            the best one on validation. The grid combines 13 learning rates with several features:
-            class tokens with and without averaged patch tokens, or only pre-logits if the network
-            has no such tokens.
-        logreg: also fit logistic regression as DINOv2 does: on raw features, with the best of 45
-            values of C.
-        folds: also cross-validate logistic regression on train, in this many folds.
-        knn: also evaluate a kNN classifier with this many neighbors.
+        linear: True to also fit logistic regression on all of train, with C chosen on validation.
+        linear_sgd: True to also train linear classifiers with SGD, like DINOv2's evaluation, and
+            report the best one on validation. The grid combines 13 learning rates with several
+            features: class tokens with and without averaged patch tokens, or only pre-logits if the
+            network has no such tokens.
+        logreg: True to also fit logistic regression as DINOv2 does: on raw features, with the best
+            of 45 values of C.
+        folds: number of folds of a cross-validation of logistic regression on train; None for no
+            cross-validation.
+        knn: number of neighbors of a kNN classifier to evaluate as well; None for no kNN.
         out: a folder for probe.json.
     Returns: a dict with keys "model", "data", "split", "protocol", "shots" {n: {"accuracy", "std",
         "seeds"}}, "linear", "linear_sgd", "logreg", "folds", "knn", "features", "machine". "std" is
@@ -214,7 +215,7 @@ class _ProbeTask:
     Attributes:
         split: name of the split to evaluate on.
         seed: seed of the train/val split.
-        threads: torch threads on a CPU; None uses the default.
+        threads: number of torch threads on a CPU; None for torch's default.
         shot_indices: indices of the train images whose features are needed; None needs all.
     """
 

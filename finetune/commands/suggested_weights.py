@@ -18,7 +18,7 @@ class SuggestedWeights(NamedTuple):
     """Weights of timm on the Hub.
 
     Attributes:
-        name: `model.name` of a recipe.
+        name: name of the weights, as in `model.name` of a recipe.
         megabytes: size of the download.
     """
 

@@ -85,7 +85,7 @@ def run_server(
     Args:
         app: the app returned by `build_app`.
         workspace: the folder created by `temporary_workspace`.
-        host, port: where to listen; None uses Gradio's environment variables.
+        host, port: address and port to listen on; None for Gradio's environment variables.
         share: True to also create a public link.
         is_space: True if the server runs in a Space: the Hub then serves it under another address
             and inside a frame.

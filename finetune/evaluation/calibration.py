@@ -106,7 +106,7 @@ def fit_temperature(
         labels_N: class indices in [0, K).
         positions_N: positions of the images in the split, which decide their fold; 0 … N - 1 by
             default.
-        all_reduce: sums a tensor over processes.
+        all_reduce: function that sums a tensor over processes.
     Returns: T between 0.05 and 20, rounded to 6 digits, so that it does not depend on the order in
         which processes are summed; 1 if cross-validation does not confirm it, or if every
         prediction is correct, because the optimum would be 0, with every confidence at 100 %.

@@ -96,8 +96,9 @@ class _MetricsLog:
         """Find the window that a claim's "when" selects.
 
         Args:
-            when: end, first, best or "epoch N"; "best" is the window with the metric's best value.
-            metric: for example "val.top1".
+            when: "end", "first", "best" or "epoch N"; "best" is the window with the metric's best
+                value.
+            metric: split and name of a metric, for example "val.top1".
         Returns: the window, or the reason why it does not exist.
         """
         if not self.eval_windows:
@@ -132,7 +133,7 @@ class _MetricsLog:
         """Read a metric in a window.
 
         Args:
-            metric: for example "val.top1".
+            metric: split and name of a metric, for example "val.top1".
             window: one of `eval_windows`.
             allow_final_results: True to use the final results if the window has no value.
         """

@@ -140,11 +140,12 @@ class Evaluator:
     """Evaluate a split, and collect its logits and largest losses for detailed results.
 
     Args:
-        temperature: also compute calibrated metrics at this temperature (single-label only).
+        temperature: temperature of additional, calibrated metrics (single-label only); None to omit
+            these metrics.
         thresholds: one threshold per class (multi-label only); None fits the best ones on this
             split.
-        fit_calibration: add the fitted temperature (single-label) or the thresholds (multi-label)
-            to the results.
+        fit_calibration: True to add the fitted temperature (single-label) or the thresholds
+            (multi-label) to the results.
         num_mistakes: number of wrong predictions to list.
     """
 

@@ -69,11 +69,11 @@ class Features:
     """Features and labels of the readable images of a split.
 
     Attributes:
-        values_ND: float32, read-only if they come from the cache.
-        labels_N: int64.
-        indices_N: int64, positions in the split; all of them unless some images are unreadable.
-        is_cached: whether the features come from the cache.
-        seconds: time to read or compute them.
+        values_ND: features, float32; read-only if they come from the cache.
+        labels_N: class indices, int64.
+        indices_N: positions of the images in the split, int64, ascending.
+        is_cached: True if the features come from the cache.
+        seconds: time to read or compute the features.
     """
 
     values_ND: NDArray[np.float32]

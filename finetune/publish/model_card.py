@@ -367,8 +367,8 @@ def _uncertainty_notes(content: CardContent) -> list[str]:
         lines += [f"95 % interval of top-1 (Wilson): {', '.join(ranges)}.", ""]
     if results.get("val") and not results.get("test") and content.recipe.run.best != "last":
         lines += [
-            "No test split was measured. The validation images also chose the weights, so expect "
-            "lower accuracy on new images.",
+            "The model was not evaluated on a test split. The weights were selected on the "
+            "validation images, so expect lower accuracy on new images.",
             "",
         ]
     return lines
@@ -474,7 +474,7 @@ def _data_section(content: CardContent) -> list[str]:
     config = content.config["pretrained_cfg"]
     splits = [f"- train: {images['train']:,} images"] if "train" in images else []
     if "val" in images:
-        chose = "" if content.recipe.run.best == "last" else "; they alone chose the weights"
+        chose = "" if content.recipe.run.best == "last" else "; the weights were selected on them"
         splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
         splits.append(f"- test: {images['test']:,} images, evaluated once, after training")

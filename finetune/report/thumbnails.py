@@ -42,7 +42,7 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
     Args:
         run: the run, whose results list the mistakes.
         split: the reported split, to read the images from; None if it cannot be opened.
-        note: why the split cannot be opened; empty if it is open.
+        note: reason why the split cannot be opened; empty if it is open.
     Returns: the rows, each a dict in which "picture" is a data URI or empty, and "small" is True if
         the page enlarges the image; and a note for the page that explains missing images, or an
         empty string.

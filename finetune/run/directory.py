@@ -79,7 +79,7 @@ class RunDir:
         """Create and lock the folder, and remove leftovers of an interrupted write.
 
         Args:
-            timeout_seconds: how long to wait for the process that holds the lock.
+            timeout_seconds: longest wait for another process that holds the lock.
         Raises: SetupError if another running process uses the folder, it is not writable, or it is
             not a run directory; CheckpointError if one of its files is not a regular file.
         """

@@ -13,13 +13,13 @@ class Counters:
     """The counters of a run; every checkpoint saves them as state.json.
 
     Attributes:
-        step: optimizer steps done, including skipped ones.
+        step: number of optimizer steps done, including skipped ones.
         best: the best value so far of the metric `run.best`; None before the first evaluation.
         best_step: the last step that reached `best`; None before the first evaluation.
-        stale: evaluations since `best` last improved, for early stopping.
-        skipped: steps skipped because the gradient was not finite.
+        stale: number of evaluations since `best` last improved, for early stopping.
+        skipped: number of steps skipped because the gradient was not finite.
         skipped_in_row: number of skipped steps since the last step that was not skipped.
-        seconds: training time so far.
+        seconds: training time so far, including the time before a resume.
         pending: sums of `TrainMeter` since the last log line.
         scaler: state of the fp16 loss scaler; None in another precision.
     """

@@ -60,8 +60,9 @@ class Launcher:
 
     Attributes:
         has_ended: True once the launcher has ended.
-        ranks_connected: set this to True once the ranks are connected. Until then a process may
-            wait in C code, where no signal handler runs, so it is killed after the grace period.
+        ranks_connected: True once the ranks are connected; the caller sets it. Until then, this
+            process may wait in C code, where no signal handler runs, so it is killed after the
+            grace period.
     """
 
     def __init__(self, parent: int) -> None:

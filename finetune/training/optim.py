@@ -113,7 +113,7 @@ def build_optimizer(
         momentum: momentum of optimizers that have one.
         betas: betas of optimizers that have them; None for the optimizer's default.
         weight_decay: weight decay of the decayed parameters; the others get 0.
-        decay: which parameters are decayed: "matrices" or "all"; see `param_groups`.
+        decay: parameters that get weight decay: "matrices" or "all"; see `param_groups`.
         layer_decay: learning-rate factor per layer below the head; None for the same learning rate
             in all layers.
         args: further arguments of the optimizer class.

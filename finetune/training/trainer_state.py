@@ -61,8 +61,9 @@ class TrainerState:
         model: the network, wrapped for DDP or FSDP with several processes.
         optimizer: the optimizer of the trainable parameters.
         ema: EMA of the network; None unless `optim.ema_decay` is set.
-        frozen_backbone: builds the loaders of a run that trains only the head; None for other runs.
-        distillation: adds the distillation loss of a teacher; None unless `distill` is set.
+        frozen_backbone: the frozen backbone of a run that trains only the head, which builds its
+            loaders; None for other runs.
+        distillation: the teacher and its distillation loss; None unless `distill` is set.
         is_compiled: True if training steps are compiled.
     """
 

@@ -130,20 +130,20 @@ def test_metrics_on_few_images_have_confidence_intervals() -> None:
     assert f"{low}–{high} % (validation)" in text
     assert "97.1–99.6 % (test)" in text
     assert "> **Too few images** to judge the model: 20 images of validation." in text
-    assert "No test split" not in text
+    assert "not evaluated on a test split" not in text
     without_test = render_card(
         card_content(results={"steps": 5, "best_step": 4, "val": many_images})
     )
     assert "95 % interval" not in without_test
     assert "Too few images" not in without_test
-    assert "No test split was measured." in without_test
+    assert "not evaluated on a test split." in without_test
     assert "images like those of the validation split" in without_test
     last = parse_recipe(RECIPE.to_yaml(), overrides=["run.best=last"])
     with_last = render_card(
         card_content(recipe=last, results={"steps": 5, "best_step": 5, "val": many_images})
     )
-    assert "chose the weights" in without_test
-    assert "chose the weights" not in with_last
+    assert "weights were selected" in without_test
+    assert "weights were selected" not in with_last
 
 
 @pytest.mark.parametrize("num_classes", [2, 5, 6])
@@ -188,7 +188,7 @@ def test_card_has_usage_results_and_provenance() -> None:
         "a temperature fitted on the validation split, changes the test loss from 0.1000 to 0.0900",
         "and the calibration error from 0.0200 to 0.0110",
         "| test.top1 | A paper, table 5 | 98.95 % ± 0.15 % | 98.77 % | not met |",
-        "- val: 100 images; they alone chose the weights",
+        "- val: 100 images; the weights were selected on them",
         "- test: 355 images, evaluated once",
         "bf16 on 2 processes (A processor)",
         "](curves.png)",

@@ -295,7 +295,7 @@ def test_early_stopping_and_the_choice_of_published_weights(tmp_path: Path) -> N
         ]
         assert torch.equal(checkpoint, load_file(out / "model/model.safetensors")["head.weight"])
         card = (out / "model/README.md").read_text()
-        assert ("they alone chose the weights" in card) == (best != "last")
+        assert ("the weights were selected on them" in card) == (best != "last")
 
 
 def test_non_finite_gradients_are_skipped_until_max_skipped(

@@ -336,30 +336,32 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
 @model_argument
 @data_option
 @click.option("--split", help="test or val.  [default: test, else val]")
-@click.option("--shots", default="1,5,10,25", show_default=True, help="Images per class.")
+@click.option("--shots", default="1,5,10,25", show_default=True, help="Training images per class.")
 @click.option(
     "--seeds",
     default=3,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Random draws of the shots.",
+    help="Number of random draws of the training images.",
 )
-@click.option("--linear", is_flag=True, help="Also logistic regression on all training images.")
+@click.option("--linear", is_flag=True, help="Also fit logistic regression on all training images.")
 @click.option(
-    "--linear-sgd", is_flag=True, help="Also linear heads at 13 learning rates, like DINOv2."
+    "--linear-sgd", is_flag=True, help="Also train linear heads at 13 learning rates, like DINOv2."
 )
 @click.option(
     "--logreg",
     is_flag=True,
-    help="Also DINOv2's logistic regression: raw features, 45 values of C.",
+    help="Also fit logistic regression like DINOv2: on raw features, with 45 values of C.",
 )
 @click.option(
     "--folds",
     metavar="K",
     type=click.IntRange(min=2),
-    help="Also K-fold cross-validation on the training images.",
+    help="Also cross-validate logistic regression on the training images, in K folds.",
 )
-@click.option("--knn", metavar="K", type=click.IntRange(min=1), help="Also K nearest neighbors.")
+@click.option(
+    "--knn", metavar="K", type=click.IntRange(min=1), help="Also fit k-NN with K neighbors."
+)
 @click.option("--out", metavar="DIR", help="Write probe.json.")
 def probe(model: str, shots: str, **options: Any) -> CommandResult:
     """Measure frozen features: few-shot and linear accuracy.

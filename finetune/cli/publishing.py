@@ -15,7 +15,7 @@ __all__ = ["push"]
 @command("push", example="finetune push runs/quickstart alice/digits --private")
 @click.argument("run_or_model", metavar="RUN", callback=checked_by(check_run_or_model_folder))
 @click.argument("repository", metavar="REPO")
-@click.option("--private", is_flag=True, help="Make REPO a private repository.")
+@click.option("--private", is_flag=True, help="Create REPO as a private repository.")
 @click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
 @click.option("--message", metavar="TEXT", help="Commit message.")
 @click.option("--adapter", is_flag=True, help="Push only the adapter, in peft's format.")

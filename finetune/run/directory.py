@@ -314,7 +314,7 @@ class RunDir:
         return (self.read_json("run.json") or {}).get("id")
 
     def verify_checkpoint(self, step: int) -> str | None:
-        """Compare a checkpoint with its manifest and this run. Returns: the problem, or None."""
+        """Check that a checkpoint is intact and of this run. Returns: the problem, or None."""
         folder = self.checkpoint_folder(step)
         try:
             manifest = load_json(folder / MANIFEST)

@@ -61,7 +61,7 @@ class RunRecord(TypedDict, total=False):
 
     __pydantic_config__ = _CONFIG  # type: ignore[misc]
 
-    id: str  # random, and copied with the folder; also in the manifests of its checkpoints
+    id: str  # random id of the run, also in the manifests of its checkpoints
     started: str  # first start, ISO 8601
     status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
     versions: dict[str, Any]  # versions of Python and the packages

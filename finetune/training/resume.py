@@ -94,7 +94,7 @@ def start_or_resume(
                 f"{run.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
                 f"the learning rates up to step {start_step} are the same"
             )
-    # Remove checkpoints after `start_step`: they are damaged, but would count as the newest.
+    # Remove the skipped checkpoints after `start_step`, which would count as the newest.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
     run.drop_metrics_after(start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())

@@ -73,7 +73,8 @@ def train(
     if (Path(recipe) / "recipe.yaml").is_file():
         if not resume:
             raise RecipeError(
-                f"{recipe}: a run directory; continue it: {resume_command(Path(recipe))}",
+                f"{recipe}: this is a run directory, not a recipe; to continue the run: "
+                f"{resume_command(Path(recipe))}",
                 code="recipe.not_a_recipe",
             )
         recipe = str(Path(recipe) / "recipe.yaml")

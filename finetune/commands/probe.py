@@ -152,24 +152,24 @@ def format_probe(result: Mapping[str, Any]) -> str:
         std = "     –" if row["std"] is None else f"{row['std']:.4f}"
         per_seed = " ".join(f"{accuracy:.4f}" for accuracy in row["seeds"])
         lines.append(f"{count:5}    {row['accuracy']:.4f}  {std}  {per_seed}")
-    for key, name in (("linear", "logistic regression"), ("logreg", "DINOv2's on raw features")):
+    for key, name in (("linear", "logistic regression"), ("logreg", "DINOv2's protocol")):
         if linear := result.get(key):
             edge_note = "; the best C is at the edge of the grid" if linear["at_edge"] else ""
             convergence_note = "" if linear["converged"] else "; stopped before it converged"
             lines.append(
-                f"linear ({name}, C {linear['c']:g} from {linear['chosen_on']}): "
+                f"linear ({name}, C = {linear['c']:g} chosen on {linear['chosen_on']}): "
                 f"{linear['accuracy']:.4f}{edge_note}{convergence_note}"
             )
     if folds := result.get("folds"):
         lines.append(
-            f"cross-validation on train (logistic regression, C {folds['c']:g}): "
+            f"cross-validation on train (logistic regression, C = {folds['c']:g}): "
             f"{folds['accuracy']:.4f} ± {folds['std']:.4f} over {len(folds['accuracies'])} folds"
         )
     if sgd := result.get("linear_sgd"):
         edge_note = "; the best rate is at the edge of the grid" if sgd["at_edge"] else ""
         lines.append(
-            f"linear (SGD, the best of {len(sgd['grid'])} on {sgd['chosen_on']}: learning rate "
-            f"{sgd['lr']:g} on {sgd['features']}): {sgd['accuracy']:.4f}{edge_note}"
+            f"linear (SGD, learning rate {sgd['lr']:g} on {sgd['features']}; the best of "
+            f"{len(sgd['grid'])} on {sgd['chosen_on']}): {sgd['accuracy']:.4f}{edge_note}"
         )
     if knn := result.get("knn"):
         lines.append(

@@ -121,7 +121,8 @@ def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
     for row in result["shots"].values():
         assert f"{row['accuracy']:.4f}  {row['std']:.4f}" in text
     assert f"{result['linear']['accuracy']:.4f}" in text
-    assert f"learning rate {sgd['lr']:g} on {sgd['features']}): {sgd['accuracy']:.4f}" in text
+    assert f"learning rate {sgd['lr']:g} on {sgd['features']}; " in text
+    assert f"{sgd['chosen_on']}): {sgd['accuracy']:.4f}" in text
     assert f"{result['knn']['weighted']:.4f} weighted" in text
     assert f"{result['folds']['accuracy']:.4f} ± {result['folds']['std']:.4f}" in text
     assert "train from the cache" in text

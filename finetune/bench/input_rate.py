@@ -27,7 +27,7 @@ def input_rates(
     repeats: int = 3,
     seconds: float = 12.0,
 ) -> dict[str, Any]:
-    """Measure data loading as in training without a pixel cache, and decoding alone.
+    """Measure the speed of workers that load data without a pixel cache, and of decoding alone.
 
     Each turn measures both with the same images in the same order: first, `workers` processes
     decode the images and drop them; then, `workers` data-loading workers decode and return them.
@@ -38,8 +38,8 @@ def input_rates(
         batch_size: images per batch.
         num_images: minimum number of images per turn.
         repeats: number of turns.
-        seconds: approximate duration of decoding per turn; should be much longer than the start of
-            the workers.
+        seconds: approximate duration of decoding per turn; it should be much longer than the time
+            to start the workers.
     Returns: a dict with keys "decode" and "workers" (images per second of every turn) and "share"
         (the median of "workers" divided by that of "decode").
     Raises: DataError if an image cannot be read.

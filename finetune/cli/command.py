@@ -152,7 +152,7 @@ def _check_torch_loads() -> None:
 
 
 def _check_hub_endpoint() -> None:
-    """Raise HubError if HF_ENDPOINT is no URL; then huggingface_hub could not be imported."""
+    """Raise HubError if HF_ENDPOINT is no URL, because importing huggingface_hub would fail."""
     endpoint = os.environ.get("HF_ENDPOINT", "")
     try:
         _ = urlsplit(endpoint).port

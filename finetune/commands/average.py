@@ -191,8 +191,8 @@ def _run_wise_ft(
 
     Args:
         evaluate_weights: function from a state dict to its validation metrics.
-    Returns: the kind of average, a dict with the metrics of each alpha, a text that describes the
-        best one, and its state dict.
+    Returns: the kind of average, the validation metrics of each alpha, a text that describes the
+        best alpha, and its state dict.
     """
     has_pretrained_head = "kept_classes" in setup.built.provenance
     head_names = () if has_pretrained_head else classifier_names(setup.built.model)

@@ -93,7 +93,7 @@ def evaluate_model(
         tta: "flip" to average the logits of each image and its mirror image; None not to.
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
-        "data_changed" (True if it is a split of the run's own data that has changed since),
+        "data_changed" (True if the split of the run's own data has changed since the run),
         "class_names", "tta" (only with `tta`) and "corrupted" (only with `corrupt`): {"rows":
         [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
@@ -296,7 +296,7 @@ def _format_corruptions(corrupted: Mapping[str, Any]) -> list[str]:
 
 
 def _format_per_class(result: Mapping[str, Any]) -> str:
-    """Format scikit-learn's classification report for all classes that are labels or predicted."""
+    """Format scikit-learn's classification report, without classes that never occur."""
     from sklearn.metrics import classification_report  # takes half a second to import
 
     confusion = _confusion_of_result(result)
@@ -521,7 +521,7 @@ def _map_labels_to_model_classes(
 
 
 def _find_model_config(model: str) -> Path:
-    """Return the path of the config.json to write to. Raises: RecipeError without such a file."""
+    """Return the path of the model's config.json. Raises: RecipeError if it has none to write."""
     folder = (
         None if model.startswith(("hf-hub:", "hf_hub:", "embedded:")) else locate_weights(model)
     )

@@ -185,7 +185,7 @@ def _csv_cells(row: PredictionRow, num_predictions: int, is_multilabel: bool) ->
 
 
 def unreadable_files_error(rows: Iterable[PredictionRow]) -> DataError | None:
-    """Return an error that lists the unreadable files, to raise after all output; None if none."""
+    """Return an error that lists the unreadable files, if any, to raise after all output."""
     lines, count = [], 0
     for row in rows:
         if "error" in row:

@@ -33,9 +33,9 @@ class ConnectionLimits:
     """Create uvicorn's protocol for a new connection, and close connections that wait too long.
 
     Set an instance as `http_protocol_class` of uvicorn's configuration. At `MAX_CONNECTIONS`, a new
-    connection replaces the one that has waited longest for the head of a request; if there is none,
-    for a body or an answer. So a client that sends its request is served even if others hold all
-    connections.
+    connection replaces the one that has waited longest for the head of a request or, if none waits
+    for a head, for a body or an answer. So a client that sends its request is served even if others
+    hold all connections.
 
     Args:
         protocol_class: uvicorn's protocol class for HTTP.

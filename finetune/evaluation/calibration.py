@@ -98,8 +98,9 @@ def fit_temperature(
     """Find the temperature with the lowest cross-entropy, if it generalizes to other images.
 
     On a few validation images that are nearly all correct, the best temperature is far too low for
-    new images. So it is kept only if 5-fold cross-validation on the same images confirms it: the
-    temperatures fitted without a fold must have a lower cross-entropy on that fold than T = 1.
+    new images. So it is kept only if 5-fold cross-validation on the same images confirms it:
+    temperatures fitted to the other folds must give a lower cross-entropy, over all folds, than
+    T = 1.
 
     Args:
         logits_NK: logits of the images of this process; N may be 0.

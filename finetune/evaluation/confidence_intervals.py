@@ -31,7 +31,7 @@ def wilson_interval(correct: int, total: int) -> tuple[float, float]:
 
 
 def accuracy_interval(accuracy: float, num_images: int) -> tuple[float, float] | None:
-    """Return the Wilson interval of an accuracy; None for no images and for 1,000 or more."""
+    """Return the Wilson interval of an accuracy; None without images, or for 1,000 or more."""
     return (
         wilson_interval(round(accuracy * num_images), num_images)
         if 0 < num_images < FEW_IMAGES

@@ -197,7 +197,7 @@ class Evaluator:
     def results(self) -> dict[str, Any]:
         """Return detailed results of the last evaluation; all ranks must call this.
 
-        Returns: `metrics` and these keys: "temperature" with `fit_calibration`; "calibrated",
+        Returns: the metrics and these keys: "temperature" with `fit_calibration`; "calibrated",
             {"temperature", "loss", "ece", "calibration"}, if `temperature` was given; and, with
             `num_mistakes`, "mistakes", a list of {"index", "name", "label", "predicted",
             "confidence", "loss"}, largest loss first. A multi-label split has "thresholds" instead

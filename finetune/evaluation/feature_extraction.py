@@ -192,7 +192,7 @@ def _cache_key(
 ) -> str | None:
     """Return the cache key: a hash of everything that a split's features depend on.
 
-    Returns: None if changes of the images could go unnoticed.
+    Returns: the key; None if changes of the images could go unnoticed.
     """
     if (images_key := split.cache_key()) is None:
         return None

@@ -128,7 +128,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _resolve_output_file(out: str | None, name: str, folder: Path) -> Path:
-    """Return the page's path: `out`, or `name` in the folder `out` (None: in `folder`)."""
+    """Return the page's path: the file `out`, or `name` in the folder `out`, else in `folder`."""
     if out is None:
         return folder / name
     path = Path(out)

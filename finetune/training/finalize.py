@@ -155,8 +155,8 @@ def build_val_evaluator(
     """Build the evaluator of the validation split.
 
     Args:
-        is_final: True if the result may go into results.json. It then also has the fitted
-            temperature or thresholds and, if the data has no test split, the images with the
+        is_final: True if the evaluation may go into results.json. Its results then also have the
+            fitted temperature or thresholds and, if the data has no test split, the images with the
             highest losses.
     """
     has_test = "test" in trainer.setup.source.splits

@@ -58,9 +58,10 @@ class TrainingSetup:
         preprocessing: preprocessing of the published model.
         train_pipeline: training transforms.
         eval_pipeline: evaluation transforms.
-        num_samples: images in the training split; after `with_num_samples`, the readable ones.
+        num_samples: number of images in the training split; after `with_num_samples`, only the
+            readable ones count.
         device: device of the network.
-        local_world_size: processes that share this host's memory.
+        local_world_size: number of processes that share this host's memory.
         show_progress: True to show progress bars.
         labels: labels of the readable training images; None for those of the whole split.
     """

@@ -84,8 +84,8 @@ def train(
         dry_run: True to check everything, but train and write nothing.
         keep_process_group: True to keep the process group for another run; destroy it later with
             `destroy_process_group`.
-        seconds_before: time that the command has taken before this call, for example to choose the
-            recipe; it is part of "command_seconds" in results.json.
+        seconds_before: seconds that the command has taken before this call, for example to choose
+            the recipe; they are part of "command_seconds" in results.json.
     Returns: the content of results.json; with `dry_run`, the plan of the run.
     Raises: FinetuneError; its subclass sets the exit code.
     """
@@ -366,7 +366,7 @@ def _save_if_unreadable(
     """Yield the micro-batches of a step; if one cannot be read, save a checkpoint before raising.
 
     A signal interrupts the wait for a micro-batch. With several processes, nothing is saved: every
-    rank would have to take part, and the other ranks may have read all their images.
+    rank would have to take part, but the other ranks may already be past this point.
     """
     if trainer.accelerator.num_processes > 1:
         yield from micro_batches

@@ -379,9 +379,9 @@ class TrainerState:
         return {n: p.detach() for n, p in network.named_parameters() if not p.requires_grad}
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint of the current state.
+        """Return the size in bytes of a checkpoint of the current state.
 
-        Before the first step, the optimizer has no state, so its bytes are missing.
+        Before the first step, the optimizer has no state, so that its part is missing.
         """
         return self._capture_snapshot().num_bytes()
 

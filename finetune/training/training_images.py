@@ -89,7 +89,7 @@ def augment_images(
         split: the training split, without quarantined images.
         indices: indices of the images in the split.
         same_size: True if all images of the split have the same size, so that they form one tensor.
-        num_epochs: epochs to show, from the first.
+        num_epochs: number of epochs to show, starting with the first.
         dtype: dtype of the images in training.
     Raises: DataError if an image, or one that is mixed into it, cannot be read.
     """

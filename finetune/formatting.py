@@ -25,6 +25,7 @@ __all__ = [
     "markdown_table",
     "pluralize",
     "printable_path",
+    "unescape_csv_formula",
 ]
 
 MISSING = "–"
@@ -126,6 +127,12 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
 def escape_csv_formula(text: str) -> str:
     """Add an apostrophe in front of text that a spreadsheet would run as a formula."""
     return f"'{text}" if text.startswith(_FORMULA_PREFIXES) else text
+
+
+def unescape_csv_formula(text: str) -> str:
+    """Undo `escape_csv_formula`."""
+    is_escaped = text.startswith("'") and text[1:].startswith(_FORMULA_PREFIXES)
+    return text[1:] if is_escaped else text
 
 
 def escape_to_one_line(text: str) -> str:

@@ -36,7 +36,9 @@ __all__ = [
     "ClassNames",
     "find_labels_file",
     "find_training_table",
+    "line_error",
     "read_csv",
+    "read_records",
     "train_command",
 ]
 
@@ -98,7 +100,7 @@ def train_command(file: Path) -> str:
     """Return the command that trains on a CSV file, with its columns if their names are unusual."""
     command = ["finetune", "train", f"csv:{file}"]
     with contextlib.suppress(DataError):
-        _, header = next(_parse_records(file, _read_text(file)), (0, []))
+        _, header = next(read_records(file), (0, []))
         others = [name.strip() for name in header]
         for key, usual_names in (
             ("image_column", _IMAGE_COLUMN_NAMES),
@@ -132,7 +134,7 @@ def read_csv(
         label column.
     Raises: DataError naming the line.
     """
-    records = _parse_records(file, _read_text(file))
+    records = read_records(file)
     _, header = next(records, (0, []))
     header = [name.strip() for name in header]
     if not header:
@@ -174,7 +176,7 @@ def read_csv(
             _check_duplicate_row(row, first_row)
             repeated += not multilabel
         except DataError as error:
-            raise _line_error(file, line, str(error), error.code) from None
+            raise line_error(file, line, str(error), error.code) from None
     if not rows:
         message = "has no rows below its header; add one line per image"
         raise DataError(f"{printable_path(file)}: {message}", code="data.empty")
@@ -257,7 +259,8 @@ def _parse_label(text: str, *, multilabel: bool) -> ClassNames:
     return tuple(sorted({*names}))
 
 
-def _line_error(file: Path, line: int, message: str, code: str) -> DataError:
+def line_error(file: Path, line: int, message: str, code: str) -> DataError:
+    """Return a DataError that names file and line."""
     return DataError(f"{printable_path(file)}: line {line}: {message}", code=code)
 
 
@@ -279,12 +282,18 @@ def _read_text(file: Path) -> str:
         text, bad = "", error.start
     if bad >= 0:
         line = body.count(b"\n", 0, bad) + 1
-        raise _line_error(file, line, "not UTF-8 text; save the file as UTF-8", "data.wrong_format")
+        raise line_error(file, line, "not UTF-8 text; save the file as UTF-8", "data.wrong_format")
     return text
 
 
-def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of its last line, fields) for each non-empty record."""
+def read_records(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of its last line, fields) for each non-empty record of a CSV file.
+
+    Fields are separated by commas, semicolons or tabs, whichever is most frequent in the header.
+
+    Raises: DataError naming the line.
+    """
+    text = _read_text(file)
     head = text.lstrip().partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     stream = io.StringIO(text, newline="")
@@ -295,7 +304,7 @@ def _parse_records(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
                 yield reader.line_num, fields
     except csv.Error as error:
         message = f"{error}; check the quotes of this and of earlier lines"
-        raise _line_error(file, reader.line_num, message, "data.wrong_format") from None
+        raise line_error(file, reader.line_num, message, "data.wrong_format") from None
 
 
 def _find_columns(
@@ -311,16 +320,16 @@ def _find_columns(
             multilabel=multilabel,
         )
     except DataError as error:
-        raise _line_error(file, 1, str(error), error.code) from None
+        raise line_error(file, 1, str(error), error.code) from None
     split_columns = sorted({name for name in header if name.lower() == "split"})
     if len(split_columns) > 1:
         message = f"the columns {' and '.join(map(repr, split_columns))} differ only in case"
-        raise _line_error(file, 1, f"{message}; rename one", "data.ambiguous")
+        raise line_error(file, 1, f"{message}; rename one", "data.ambiguous")
     split_column = next(iter(split_columns), None)
     for name in (image_column, *label_columns, split_column):
         if name is not None and header.count(name) > 1:
             message = f"two columns are named {name!r}; rename one"
-            raise _line_error(file, 1, message, "data.ambiguous")
+            raise line_error(file, 1, message, "data.ambiguous")
     return image_column, split_column, label_columns
 
 
@@ -422,4 +431,4 @@ def _check_files_exist(file: Path, rows: Sequence[_ImageRow]) -> None:
         f"no such file {first.path[:_MAX_SHOWN_CHARS]!r}{more}{hint}; fix the path or remove the "
         "line"
     )
-    raise _line_error(file, first.line, message, "data.not_found")
+    raise line_error(file, first.line, message, "data.not_found")

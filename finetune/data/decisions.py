@@ -1,0 +1,427 @@
+"""Decisions about images and classes: a CSV file that `data.decisions` applies to a source.
+
+    action,split,index,path,given,label,digest
+    relabel,train,17,cat/3.jpg,cat,dog,0f3c…
+    drop,train,4,cat/9.jpg,cat,,
+    keep,train,5,cat/12.jpg,cat,,
+    merge,,,,kitten,cat,
+
+`relabel` corrects a label, and `drop` removes an image. `keep` changes nothing, and records that a
+person has looked. `merge` gives all images of the class `given` the class `label`, in all splits.
+`path` is `Split.name_of(index)`, and `index` the position in the split as `open_source` returns it;
+a path alone is enough if no other image has it. `given` is the label in the source, and `digest`
+the hexadecimal digits of the image's `image_digest`. Both may be empty; if they are given, a
+decision about an image that has changed since is refused. Several labels are written `cat|dog`, or
+`[]` for none.
+"""
+
+# K classes
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from finetune.data.class_balance import count_images_per_class
+from finetune.data.csv_file import line_error, read_records
+from finetune.data.fingerprint import compute_digests
+from finetune.data.recorded_digests import DIGEST_BYTES
+from finetune.data.source import Source, Split
+from finetune.data.split_names import SPLIT_ALIASES
+from finetune.errors import DataError, did_you_mean
+from finetune.files import write_atomically
+from finetune.formatting import (
+    escape_csv_formula,
+    pluralize,
+    printable_path,
+    unescape_csv_formula,
+)
+
+__all__ = [
+    "Decision",
+    "DecisionSummary",
+    "apply_decisions",
+    "read_decisions",
+    "write_decisions",
+]
+
+_ACTIONS = ("keep", "relabel", "drop", "merge")
+_COLUMNS = ("action", "split", "index", "path", "given", "label", "digest")
+_MAX_SHOWN_CHARS = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision, a line of the file; see the docstring of this module.
+
+    Attributes:
+        action: what to do with the image, or merge for two classes.
+        split, index: the image's split and its position there; None to find it by `path`.
+        path: the image's name; None to find it by `split` and `index`.
+        given: the label in the source; None to accept any. For merge: the class that goes.
+        label: the right label. For merge: the class that it becomes.
+        digest: 32 hexadecimal digits; None to accept any content.
+        origin: file and line, for messages.
+    """
+
+    action: Literal["keep", "relabel", "drop", "merge"]
+    split: str | None = None
+    index: int | None = None
+    path: str | None = None
+    given: str | None = None
+    label: str | None = None
+    digest: str | None = None
+    origin: str = field(default="data.decisions", compare=False, repr=False)
+
+    def error(self, message: str, code: str) -> DataError:
+        """Return a DataError about this decision."""
+        return DataError(f"{self.origin}: {message}", code=code)
+
+
+@dataclass(frozen=True)
+class DecisionSummary:
+    """What decisions have changed.
+
+    Attributes:
+        splits: dict from split to its counts "dropped" and "relabeled".
+        merged: dict from each class that is gone to the class that it has become.
+        not_applied: number of changes of test images that were not applied.
+    """
+
+    splits: dict[str, dict[str, int]]
+    merged: dict[str, str]
+    not_applied: int
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def read_decisions(file: str | Path) -> list[Decision]:
+    """Read a CSV file of decisions, also one that a spreadsheet has saved.
+
+    The columns may be in any order; other columns are ignored, and all but "action" are optional.
+    Fields are separated by commas, semicolons or tabs.
+
+    Raises: DataError naming the line.
+    """
+    file = Path(file).expanduser()
+    records = read_records(file)
+    _, header = next(records, (1, []))
+    names = [name.strip().lower() for name in header]
+    for name in _COLUMNS:
+        if names.count(name) > 1:
+            message = f"two columns are named {name!r}; rename one"
+            raise line_error(file, 1, message, "data.ambiguous")
+    if "action" not in names:
+        message = f"no column 'action'; write the columns {', '.join(_COLUMNS)}"
+        raise line_error(file, 1, message, "data.no_column")
+    decisions = []
+    for line, fields in records:
+        try:
+            if any(fields[len(names) :]):  # a spreadsheet may leave out empty fields at the end
+                raise DataError(
+                    f"{len(fields)} fields, but the header has {len(names)}; quote fields that "
+                    "contain a separator",
+                    code="data.wrong_format",
+                )
+            values = dict(zip(names, map(unescape_csv_formula, fields), strict=False))
+            decisions.append(_parse_decision(values, f"{printable_path(file)}: line {line}"))
+        except DataError as error:
+            raise line_error(file, line, str(error), error.code) from None
+    return decisions
+
+
+def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
+    """Parse a line. Raises: DataError without file and line."""
+    texts = {name: values.get(name, "") or None for name in _COLUMNS}
+    action, split, index, digest = (
+        (texts.pop(name) or "").strip().lower() for name in ("action", "split", "index", "digest")
+    )
+    if action not in _ACTIONS:
+        hint = did_you_mean(action, _ACTIONS) or f"; write {', '.join(_ACTIONS)}"
+        shown = action[:_MAX_SHOWN_CHARS]
+        raise DataError(f"unknown action {shown!r}{hint}", code="data.wrong_format")
+    if split and split not in SPLIT_ALIASES:
+        message = f"split {split[:_MAX_SHOWN_CHARS]!r}; expected train, val or test"
+        raise DataError(message, code="data.no_split")
+    if index and not re.fullmatch(r"[0-9]{1,15}", index):
+        message = f"index {index[:_MAX_SHOWN_CHARS]!r}; expected a whole number, or nothing"
+        raise DataError(message, code="data.wrong_format")
+    if digest and not re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", digest):
+        message = f"digest {digest[:_MAX_SHOWN_CHARS]!r}; expected 32 hexadecimal digits or nothing"
+        raise DataError(message, code="data.wrong_format")
+    names_image = bool(texts["path"]) or bool(split and index)
+    if action == "merge":
+        if names_image or not (texts["given"] and texts["label"]):
+            raise DataError(
+                "merge is about two classes; write them in the columns 'given' and 'label', and "
+                "leave split, index and path empty",
+                code="data.wrong_format",
+            )
+    elif not names_image:
+        message = f"{action} which image? fill the column 'path', or 'split' and 'index'"
+        raise DataError(message, code="data.no_image")
+    if action == "relabel" and not texts["label"]:
+        message = "relabel needs the right label in the column 'label'; fill it"
+        raise DataError(message, code="data.no_labels")
+    return Decision(
+        cast(Any, action),
+        SPLIT_ALIASES[split] if split else None,
+        int(index) if index else None,
+        digest=digest or None,
+        origin=origin,
+        **texts,
+    )
+
+
+def write_decisions(file: str | Path, decisions: Iterable[Decision]) -> None:
+    """Write a CSV file of decisions atomically; `read_decisions` reads the same decisions.
+
+    Raises: SetupError if the file cannot be written.
+    """
+    text = io.StringIO(newline="")
+    # quoted, because `read_decisions` ignores spaces before a field without quotes
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    writer.writerow(_COLUMNS)
+    for one in decisions:
+        values = (getattr(one, name) for name in _COLUMNS)
+        writer.writerow("" if value is None else escape_csv_formula(str(value)) for value in values)
+    write_atomically(Path(file).expanduser(), text.getvalue())
+
+
+# --- applying them -------------------------------------------------------------------------------
+
+
+def apply_decisions(
+    source: Source, decisions: Sequence[Decision], *, on_test: bool
+) -> tuple[Source, DecisionSummary]:
+    """Drop images, correct labels and merge classes.
+
+    Every decision is checked before any is applied.
+
+    Args:
+        source: the source as `open_source` returns it; not streamed.
+        on_test: also change the test split; otherwise its decisions are only checked and counted.
+            Merged classes change all splits in any case.
+    Returns: the changed source, and what has changed.
+    Raises: DataError naming the decision, if its image or class does not exist or has changed, if
+        an image has two decisions, or if a class or a split keeps no image.
+    """
+    located = _locate_images(source, [one for one in decisions if one.action != "merge"])
+    _check_unchanged(source, located)
+    into_K = _resolve_merges(source, [one for one in decisions if one.action == "merge"])
+    splits, counts, not_applied = {}, {}, 0
+    for name, split in source.splits.items():
+        labels, is_kept = split.labels.copy(), np.ones(len(split), dtype=bool)
+        for index, decision in located[name].items():
+            if decision.action == "drop":
+                is_kept[index] = False
+            elif decision.action == "relabel":
+                labels[index] = _encode_label(source, split, decision)
+        is_relabeled = is_kept & (labels != split.labels).reshape(len(split), -1).any(axis=1)
+        num_dropped, num_relabeled = int((~is_kept).sum()), int(is_relabeled.sum())
+        splits[name] = split
+        if name == "test" and not on_test:
+            not_applied = num_dropped + num_relabeled
+        elif num_dropped + num_relabeled:
+            changed = dataclasses.replace(split, labels=labels)
+            splits[name] = changed.subset(np.flatnonzero(is_kept))
+            counts[name] = {"dropped": num_dropped, "relabeled": num_relabeled}
+    changed_source = dataclasses.replace(source, splits=splits)
+    _check_classes(source, changed_source)
+    names = source.class_names
+    merged = {names[old]: names[new] for old, new in enumerate(into_K.tolist()) if old != new}
+    return _merge_classes(changed_source, into_K), DecisionSummary(counts, merged, not_applied)
+
+
+def _locate_images(source: Source, decisions: Sequence[Decision]) -> dict[str, dict[int, Decision]]:
+    """Find the image of each decision. Returns: by split, a dict from index to decision."""
+    located: dict[str, dict[int, Decision]] = {name: {} for name in source.splits}
+    indices_of: dict[str, list[tuple[str, int]]] = {}
+    if any(one.split is None or one.index is None for one in decisions):
+        for name, split in source.splits.items():
+            for index in range(len(split)):
+                indices_of.setdefault(split.name_of(index), []).append((name, index))
+    missing = []
+    for one in decisions:
+        if one.split is not None and one.split not in source.splits:
+            message = f"{source.name} has no split '{one.split}', only {', '.join(source.splits)}"
+            raise one.error(f"{message}; fix the split", "data.no_split")
+        if one.split is not None and one.index is not None:
+            name, index = one.split, one.index
+            if index >= len(source.splits[name]):
+                raise one.error(
+                    f"no image {index} in '{name}', which has "
+                    f"{pluralize(len(source.splits[name]), 'image')}; were the decisions made for "
+                    "other data?",
+                    "data.not_found",
+                )
+            if one.path not in (None, source.splits[name].name_of(index)):
+                missing.append(one)
+                continue
+        else:
+            found = [
+                (name, index)
+                for name, index in indices_of.get(one.path or "", ())
+                if one.split in (None, name) and one.index in (None, index)
+            ]
+            if not found:
+                missing.append(one)
+                continue
+            if len(found) > 1:
+                message = f"{len(found)} images are named {one.path!r}; fill 'split' and 'index'"
+                raise one.error(message, "data.ambiguous")
+            ((name, index),) = found
+        other = located[name].setdefault(index, one)
+        if other is not one:
+            message = f"the same image as in {other.origin}; keep one of the two decisions"
+            raise one.error(message, "data.ambiguous")
+    if missing:
+        first, more = missing[0], f" (and {len(missing) - 1:,} more)" if missing[1:] else ""
+        where = "" if first.index is None else f" as number {first.index} of '{first.split}'"
+        raise first.error(
+            f"no image {(first.path or '')[:_MAX_SHOWN_CHARS]!r}{where} in {source.name}{more}; "
+            "restore the images, or remove these lines",
+            "data.not_found",
+        )
+    return located
+
+
+def _check_unchanged(source: Source, located: Mapping[str, Mapping[int, Decision]]) -> None:
+    """Raise a DataError for an image whose label or content is not that of the decision."""
+    for name, by_index in located.items():
+        split = source.splits[name]
+        for index, one in by_index.items():
+            if one.given is not None:
+                now = [source.class_names[label] for label in split.class_indices(index)]
+                if sorted(now) != sorted(_label_names(one.given, split)):
+                    raise one.error(
+                        f"the label of '{split.name_of(index)}' was {one.given!r}, and is now "
+                        f"{'|'.join(now) or '[]'!r}; decide again, or remove the line",
+                        "data.changed",
+                    )
+        indices = [index for index, one in by_index.items() if one.digest is not None]
+        if not indices:
+            continue
+        digests = compute_digests(split.images, split.image_rows[indices])
+        for index, digest in zip(indices, digests, strict=True):
+            if digest.tobytes().hex() != by_index[index].digest:
+                raise by_index[index].error(
+                    f"'{split.name_of(index)}' has changed since the decision; decide again, or "
+                    "remove the line",
+                    "data.changed",
+                )
+
+
+def _label_names(text: str, split: Split) -> list[str]:
+    """Split the labels of a multi-label image at |; one label is returned unchanged."""
+    if not split.is_multilabel:
+        return [text]
+    return [] if text == "[]" else sorted({name.strip() for name in text.split("|")})
+
+
+def _class_index(source: Source, name: str, decision: Decision) -> int:
+    if name not in source.class_names:
+        known = source.class_names
+        some = f"; known: {', '.join(known[:5])}{', …' * bool(known[5:])}"
+        message = f"{source.name} has no class {name[:_MAX_SHOWN_CHARS]!r}"
+        raise decision.error(f"{message}{did_you_mean(name, known) or some}", "data.wrong_labels")
+    return source.class_names.index(name)
+
+
+def _encode_label(source: Source, split: Split, decision: Decision) -> Any:
+    """Return the label of a relabeled image, see `Split.labels`."""
+    indices = [
+        _class_index(source, name, decision) for name in _label_names(decision.label or "", split)
+    ]
+    if not split.is_multilabel:
+        return indices[0]
+    label_K = np.zeros(len(source.class_names), dtype=np.uint8)
+    label_K[indices] = 1
+    return label_K
+
+
+def _resolve_merges(source: Source, merges: Sequence[Decision]) -> np.ndarray:
+    """Return the class that each class becomes, (K,). Raises: DataError for a contradiction."""
+    into_K = np.arange(len(source.class_names))
+    for one in merges:
+        old, new = (_class_index(source, name or "", one) for name in (one.given, one.label))
+        if into_K[old] != old:
+            message = f"the class {one.given!r} is merged twice; keep one of the two lines"
+            raise one.error(message, "data.ambiguous")
+        if into_K[new] == old:  # also for old == new
+            message = f"{one.given!r} would be merged into itself; remove the line"
+            raise one.error(message, "data.ambiguous")
+        into_K[into_K == old] = into_K[new]
+    return into_K
+
+
+def _check_classes(before: Source, after: Source) -> None:
+    """Raise a DataError if a split or a class of train has lost its last image.
+
+    Also if images of another split have got a class that has no training image.
+    """
+    num_classes = len(before.class_names)
+    counts, old_counts = (
+        {
+            name: count_images_per_class(split.labels, num_classes)
+            for name, split in source.splits.items()
+        }
+        for source in (after, before)
+    )
+    for name, split in after.splits.items():
+        if len(split) == 0:
+            raise DataError(
+                f"data.decisions: no image is left in '{name}' of {before.name}; keep some, or "
+                "remove the split",
+                code="data.empty",
+            )
+        trained_K = counts.get("train", counts[name])
+        if name == "train":
+            lost = np.flatnonzero((counts[name] == 0) & (old_counts[name] > 0))
+        else:
+            lost = np.flatnonzero((counts[name] > 0) & (trained_K == 0))
+        if len(lost):
+            names = ", ".join(before.class_names[label] for label in lost[:5].tolist())
+            raise DataError(
+                f"data.decisions: no training image of {before.name} has the label {names}"
+                f"{' any more' if name == 'train' else ''}; keep some, merge the class with "
+                "another, or choose other classes with data.classes",
+                code="data.empty",
+            )
+
+
+def _merge_classes(source: Source, into_K: np.ndarray) -> Source:
+    """Give the images of some classes another class, and remove these classes."""
+    remaining, new_label_K = np.unique(into_K, return_inverse=True)
+    if len(remaining) == len(into_K):
+        return source
+    if len(remaining) < 2:
+        raise DataError(
+            f"data.decisions: merge all classes of {source.name} into one; at least two are needed",
+            code="data.one_class",
+        )
+    splits = {}
+    for name, split in source.splits.items():
+        if split.is_multilabel:
+            labels = np.zeros((len(split), len(remaining)), dtype=np.uint8)
+            for old, new in enumerate(new_label_K):
+                labels[:, new] |= split.labels[:, old]
+        else:
+            labels = new_label_K[split.labels]
+        splits[name] = dataclasses.replace(split, labels=labels)
+    class_names = [source.class_names[label] for label in remaining]
+    return dataclasses.replace(
+        source,
+        splits=splits,
+        class_names=class_names,
+        indicator_columns=tuple(one for one in source.indicator_columns if one in class_names),
+    )

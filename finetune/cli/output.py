@@ -51,6 +51,7 @@ def format_results(results: dict[str, Any]) -> str:
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
     """Format a split's metrics on one line, with a confidence interval below 1,000 images."""
+    from finetune.data.decisions import describe_split_decisions
     from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 
     parts = []
@@ -71,6 +72,8 @@ def _format_metrics(metrics: dict[str, Any]) -> str:
     if parts and num_images:
         caveat = " (too few to judge by)" if num_images < TOO_FEW_IMAGES else ""
         parts.append(f"on {pluralize(num_images, 'image')}{caveat}")
+    if parts and (decisions_note := describe_split_decisions(metrics)):
+        parts.append(decisions_note)
     return ", ".join(parts)
 
 

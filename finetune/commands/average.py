@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from finetune.data.decisions import describe_split_decisions, split_decisions
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
@@ -112,14 +113,14 @@ def average_runs(
     network.load_state_dict(state)
     evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
     evaluator.evaluate(network, batch_size=batch_size, progress=True)
-    val = evaluator.results()
+    val = {**evaluator.results(), **split_decisions(setup.source, "val")}
     fitted_key = "thresholds" if setup.is_multilabel else "temperature"
     results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
         settings: dict[str, Any] = {fitted_key: results[fitted_key], "num_mistakes": NUM_MISTAKES}
         evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
         evaluator.evaluate(network, batch_size=batch_size, progress=True)
-        results["test"] = evaluator.results()
+        results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
     names = [member.run.path.resolve().name for member in members]
     results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}
     run_on_main(accelerator, lambda: _write_model_folder(folder, first, setup, state, results))
@@ -134,10 +135,10 @@ def format_average(result: Mapping[str, Any]) -> str:
     lines.append(f"{result['kind']}: {result['chosen']}")
     for split in ("val", "test"):
         if metrics := result.get(split):
-            images = pluralize(metrics["examples"], "image")
+            notes = [pluralize(metrics["examples"], "image"), describe_split_decisions(metrics)]
             keys = [key for key in (metric, "loss", "ece") if key in metrics]
             text = "  ".join(f"{key} {metrics[key]:.4f}" for key in keys)
-            lines.append(f"{split}: {text}  ({images})")
+            lines.append(f"{split}: {text}  ({', '.join(filter(None, notes))})")
     return "\n".join([*lines, result["folder"]])
 
 

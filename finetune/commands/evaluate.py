@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.data.decisions import describe_split_decisions, split_decisions
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.loader import ImageLoader
@@ -94,8 +95,9 @@ def evaluate_model(
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
         "data_changed" (True if the split of the run's own data has changed since the run),
-        "class_names", "tta" (only with `tta`) and "corrupted" (only with `corrupt`): {"rows":
-        [{"kind", "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
+        "decisions" (see `split_decisions`, only if they have changed the split), "class_names",
+        "tta" (only with `tta`) and "corrupted" (only with `corrupt`): {"rows": [{"kind",
+        "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
         data's classes, or the split does not exist; SetupError if the temperature cannot be
         written.
@@ -188,6 +190,7 @@ def evaluate_model(
         "data_changed": data_changed,
         **({"tta": tta} if tta else {}),
         **result,
+        **split_decisions(source, split),
         "class_names": class_names,
     }
 
@@ -257,10 +260,11 @@ def format_evaluation(result: Mapping[str, Any]) -> str:
     """Format the result of `evaluate_model`: the metrics and a table of the classes."""
     known_keys = ("top1", "top5", "map", "balanced_accuracy", "macro_f1", "micro_f1", "loss", "ece")
     keys = [key for key in known_keys if key in result]
+    notes = [f"{result['examples']} images", describe_split_decisions(result)]
     lines = [
         f"{result['split']}{', averaged over flips' if 'tta' in result else ''}: "
         + "  ".join(f"{key} {result[key]:.4f}" for key in keys)
-        + f"  ({result['examples']} images)"
+        + f"  ({', '.join(filter(None, notes))})"
     ]
     if "top1" in result and (bounds := accuracy_interval(result["top1"], result["examples"])):
         warning = (

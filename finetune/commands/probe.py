@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from finetune.commands.evaluate import check_split_name
+from finetune.data.decisions import describe_split_decisions, split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
@@ -96,10 +97,11 @@ def probe_model(
             cross-validation.
         knn: number of neighbors of a kNN classifier to evaluate as well; None for no kNN.
         out: a folder for probe.json.
-    Returns: a dict with keys "model", "data", "split", "protocol", "shots" {n: {"accuracy", "std",
-        "seeds"}}, "linear", "linear_sgd", "logreg", "folds", "knn", "features", "machine". "std" is
-        the sample standard deviation over seeds, None for one seed; "linear" to "knn" are None
-        unless requested. On ranks other than 0, "shots" is empty.
+    Returns: a dict with keys "model", "data", "split", "decisions" (see `split_decisions`, only if
+        they have changed the split), "protocol", "shots" {n: {"accuracy", "std", "seeds"}},
+        "linear", "linear_sgd", "logreg", "folds", "knn", "features", "machine". "std" is the sample
+        standard deviation over seeds, None for one seed; "linear" to "knn" are None unless
+        requested. On ranks other than 0, "shots" is empty.
     Raises: RecipeError for wrong arguments; DataError for unsuitable data; SetupError if `out`
         cannot be written.
     """
@@ -116,7 +118,12 @@ def probe_model(
     identity, features, columns = _extract_features(
         model, task, accelerator, include_val, linear_sgd
     )
-    header = {"model": model, "data": redact_urls(task.section.source), "split": task.split}
+    header = {
+        "model": model,
+        "data": redact_urls(task.section.source),
+        "split": task.split,
+        **split_decisions(task.source, task.split),
+    }
     if not features:
         return {**header, "shots": {}}
     metrics = _compute_metrics(
@@ -146,7 +153,9 @@ def format_probe(result: Mapping[str, Any]) -> str:
     if not result["shots"]:
         return ""
     protocol, features = result["protocol"], result["features"]
-    lines = [f"{result['split']}: {protocol['test_images']} images, {protocol['width']} features"]
+    facts = [f"{protocol['test_images']} images", f"{protocol['width']} features"]
+    facts += filter(None, [describe_split_decisions(result)])
+    lines = [f"{result['split']}: {', '.join(facts)}"]
     lines += ["", "shots  accuracy     std  per seed"]
     for count, row in result["shots"].items():
         std = "     –" if row["std"] is None else f"{row['std']:.4f}"

@@ -49,12 +49,16 @@ __all__ = [
     "Decision",
     "DecisionSummary",
     "apply_decisions",
+    "describe_decisions",
+    "describe_split_decisions",
     "read_decisions",
+    "split_decisions",
     "write_decisions",
 ]
 
 _ACTIONS = ("keep", "relabel", "drop", "merge")
 _COLUMNS = ("action", "split", "index", "path", "given", "label", "digest")
+_MAX_LISTED = 5  # merged classes in a description
 _MAX_SHOWN_CHARS = 60  # characters of a value in a message
 
 
@@ -99,6 +103,41 @@ class DecisionSummary:
     splits: dict[str, dict[str, int]]
     merged: dict[str, str]
     not_applied: int
+
+
+def split_decisions(source: Source, split: str) -> dict[str, dict[str, int]]:
+    """Return {"decisions": the split's entry of `DecisionSummary.splits`}; {} without changes.
+
+    It is stored next to the metrics of the split.
+    """
+    changes = {} if source.decisions is None else source.decisions.splits.get(split, {})
+    return {"decisions": changes} if changes else {}
+
+
+def describe_split_decisions(metrics: Mapping[str, Any]) -> str:
+    """Return the note that belongs to the metrics of a changed split; "" if it is unchanged.
+
+    Args:
+        metrics: metrics of the split, with the result of `split_decisions`.
+    """
+    changes = metrics.get("decisions")
+    return f"after decisions ({_format_counts(changes)})" if changes else ""
+
+
+def _format_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def describe_decisions(summary: Mapping[str, Any]) -> str:
+    """Describe a `DecisionSummary` that was stored as a dict, for a person."""
+    parts = [f"{name}: {_format_counts(counts)}" for name, counts in summary["splits"].items()]
+    merged = [f"'{old}' into '{new}'" for old, new in summary["merged"].items()]
+    if merged:
+        more = f" and {len(merged) - _MAX_LISTED} more" if len(merged) > _MAX_LISTED else ""
+        parts.append(f"merged in all splits: {', '.join(merged[:_MAX_LISTED])}{more}")
+    if count := summary["not_applied"]:
+        parts.append(f"test: {pluralize(count, 'change')} not applied")
+    return "; ".join(parts) or "none changes the data"
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -211,7 +250,7 @@ def apply_decisions(
         source: the source as `open_source` returns it; not streamed.
         on_test: also change the test split; otherwise its decisions are only checked and counted.
             Merged classes change all splits in any case.
-    Returns: the changed source, and what has changed.
+    Returns: the changed source, and what has changed, which is also its attribute `decisions`.
     Raises: DataError naming the decision, if its image or class does not exist or has changed, if
         an image has two decisions, or if a class or a split keeps no image.
     """
@@ -239,7 +278,8 @@ def apply_decisions(
     _check_classes(source, changed_source)
     names = source.class_names
     merged = {names[old]: names[new] for old, new in enumerate(into_K.tolist()) if old != new}
-    return _merge_classes(changed_source, into_K), DecisionSummary(counts, merged, not_applied)
+    summary = DecisionSummary(counts, merged, not_applied)
+    return dataclasses.replace(_merge_classes(changed_source, into_K), decisions=summary), summary
 
 
 def _locate_images(source: Source, decisions: Sequence[Decision]) -> dict[str, dict[int, Decision]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from finetune.data.decisions import apply_decisions, read_decisions
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.data.splits import (
@@ -14,6 +15,8 @@ from finetune.data.splits import (
     subsample,
 )
 from finetune.errors import DataError, RecipeError, redact_urls
+from finetune.formatting import pluralize
+from finetune.log import warn_once
 from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 
@@ -90,11 +93,13 @@ def _normalize_source(source: str) -> str:
 def open_full_data(section: DataSection, seed: int) -> Source:
     """Open the dataset of a recipe with the splits that its source has.
 
-    Selects the recipe's classes and subsamples the test split, but leaves train and val complete.
+    Applies the recipe's decisions, selects its classes and subsamples the test split, but leaves
+    train and val complete.
 
     Args:
         section, seed: see `open_data`.
     """
+    decisions = None if section.decisions is None else read_decisions(section.decisions)
     source = open_source(
         section.source,
         image_column=section.image_column,
@@ -103,6 +108,14 @@ def open_full_data(section: DataSection, seed: int) -> Source:
         decode_size=section.decode_size,
         multilabel=section.task == "multilabel",
     )
+    if decisions is not None:
+        source, summary = apply_decisions(source, decisions, on_test=section.decisions_on_test)
+        if summary.not_applied:
+            warn_once(
+                f"data.decisions: {pluralize(summary.not_applied, 'change')} of test images not "
+                "applied, so the test metrics stay comparable; to apply them, set "
+                "data.decisions_on_test=true"
+            )
     source = select_classes(source, section.classes)
     return subsample(source, "test", section.num_test, _split_seed(section, seed))
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from finetune.data.fingerprint import compute_digests, compute_fingerprint
 from finetune.data.stat_signatures import are_settled
 from finetune.data.streaming.streamed_images import StreamedImages
 from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from finetune.data.decisions import DecisionSummary
 
 __all__ = ["Source", "Split"]
 
@@ -154,6 +158,7 @@ class Source:
         description: origin and format of the data, for users.
         indicator_columns: names of the label columns of 0 and 1, if there are several. For a class
             without a column, the labels are unknown.
+        decisions: what `data.decisions` has changed; None without decisions.
     """
 
     name: str
@@ -161,3 +166,4 @@ class Source:
     class_names: list[str]
     description: str
     indicator_columns: tuple[str, ...] = ()
+    decisions: DecisionSummary | None = None

@@ -152,7 +152,10 @@ def rewrite_artifacts(
 
 def publishable_recipe(recipe: Recipe) -> Recipe:
     """Return a copy of a recipe without trackers, push settings and the folders of local paths."""
-    data = recipe.data.model_copy(update={"source": _drop_folders(recipe.data.source)})
+    decisions = recipe.data.decisions and os.path.basename(recipe.data.decisions)
+    data = recipe.data.model_copy(
+        update={"source": _drop_folders(recipe.data.source), "decisions": decisions}
+    )
     model = recipe.model.model_copy(update={"name": _drop_folders(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
     distill = recipe.distill

@@ -11,6 +11,7 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
+from finetune.data.decisions import describe_decisions, describe_split_decisions
 from finetune.evaluation.claims import claims_table
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.metrics import mean_std
@@ -249,7 +250,7 @@ def _model_index(content: CardContent) -> list[EvalResult] | None:
             dataset_name=content.dataset_name,
             dataset_split="test",
             metric_type=kind,
-            metric_name=name,
+            metric_name=" ".join(filter(None, [name, describe_split_decisions(test)])),
             metric_value=round(float(test[key]), 6),
         )
         for key in content.metric_columns
@@ -332,7 +333,8 @@ def _results_section(content: CardContent) -> list[str]:
     for split in ("test", "val"):
         if result := content.results.get(split):
             numbers = [f"{result[key]:.4f}" for key in content.metric_columns]
-            rows.append([split, f"{result['examples']:,}", *numbers])
+            label = ", ".join(filter(None, [split, describe_split_decisions(result)]))
+            rows.append([label, f"{result['examples']:,}", *numbers])
     measured = [(seed, one["test"]) for seed, one in content.seed_results if one.get("test")]
     if len(measured) > 1:
         spread = []
@@ -341,6 +343,7 @@ def _results_section(content: CardContent) -> list[str]:
             spread.append(format_mean_std(mean, std, 4))
         seeds = ", ".join(str(seed) for seed, _ in measured)
         label = f"test, mean ± std of {len(measured)} seeds ({seeds})"
+        label = ", ".join(filter(None, [label, describe_split_decisions(measured[0][1])]))
         rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
     heads = ["split", "images", *content.metric_columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
@@ -478,6 +481,8 @@ def _data_section(content: CardContent) -> list[str]:
         splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
         splits.append(f"- test: {images['test']:,} images, evaluated once, after training")
+    if decisions := content.record.get("decisions"):
+        splits.append(f"- decisions: {_escape_markdown(describe_decisions(decisions))}")
     eval_pipeline = content.record.get("plan", {}).get("eval_pipeline")
     return [
         "## Data",

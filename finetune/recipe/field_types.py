@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Container
 from functools import partial
@@ -35,6 +36,7 @@ __all__ = [
     "Integer",
     "KeywordArguments",
     "LabelColumns",
+    "LocalPath",
     "MetricName",
     "MicroBatchSize",
     "NonEmptyString",
@@ -262,6 +264,9 @@ def _matches(pattern: re.Pattern[str], phrase: str) -> AfterValidator:
 Integer = Annotated[int, BeforeValidator(_parse_integer)]
 FiniteFloat = Annotated[float, BeforeValidator(parse_number)]
 NonEmptyString = Annotated[str, BeforeValidator(_check_non_empty)]
+LocalPath = Annotated[  # absolute, so a run finds the file again from any folder
+    NonEmptyString, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))
+]
 StringList = Annotated[
     tuple[NonEmptyString, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)
 ]

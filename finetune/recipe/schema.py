@@ -30,6 +30,7 @@ from finetune.recipe.field_types import (
     Integer,
     KeywordArguments,
     LabelColumns,
+    LocalPath,
     MetricName,
     MicroBatchSize,
     NonEmptyString,
@@ -264,6 +265,17 @@ class DataSection(Section):
     classes: ClassNames | None = Field(
         None, description="names of the classes to use, at least two; null: all"
     )
+    decisions: LocalPath | None = Field(
+        None,
+        description="CSV file of corrected labels, dropped images and merged classes, from the "
+        "page of `finetune data doctor` or written by hand with the columns path, action (keep, "
+        "relabel, drop) and label; applied before classes and the subsets; null: none",
+    )
+    decisions_on_test: StrictBool = Field(
+        False,
+        description="also apply decisions to images of the test split, and say so wherever its "
+        "metrics are reported; false: only to train and val",
+    )
     long_tail: FiniteFloat | None = Field(
         None,
         ge=1,
@@ -364,6 +376,9 @@ class DataSection(Section):
         elif isinstance(values.get("label_column"), (list, tuple)):
             problem = "several columns need task=multilabel; give one column, or set task"
             yield "label_column", {"label_column", "task"}, problem
+        if values.get("decisions_on_test") is True and values.get("decisions") is None:
+            problem = "there are no decisions; set data.decisions, or remove the key"
+            yield "decisions_on_test", {"decisions_on_test", "decisions"}, problem
         is_remote = re.match(r"tar:.*://", str(values.get("source")))
         if not (values.get("streaming") or is_remote):
             return
@@ -376,6 +391,12 @@ class DataSection(Section):
             if key in values and not str(values[key]).startswith(starts):
                 problem = f"streaming needs {' or '.join(starts)}; got {values[key]!r}"
                 yield key, {key, "streaming"}, problem
+        if values.get("decisions") is not None:
+            problem = (
+                "streaming cannot compare images with those of the decisions; remove streaming, or "
+                "remove the images from the source itself"
+            )
+            yield "decisions", {"decisions", "streaming"}, problem
         if values.get("sampling") is not None:
             problem = "streaming reads images in file order; remove sampling or streaming"
             yield "sampling", {"sampling", "streaming"}, problem

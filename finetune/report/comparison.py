@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.decisions import describe_split_decisions
 from finetune.errors import RecipeError
 from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
@@ -201,8 +202,8 @@ def group_rows(
 ) -> tuple[list[Row], tuple[str, str] | None]:
     """Build a row per recipe: mean ± standard deviation over seeds, n, and a dot plot of the runs.
 
-    If several runs have the same seed, only the first of them counts, and "twins" in the row is a
-    note that names the seed.
+    If several runs have the same seed, only the first of them counts, and a note in the row names
+    the seed.
 
     Args:
         columns: the result of `metric_columns`; the dot plot shows the first column.
@@ -242,7 +243,10 @@ def group_rows(
                 "name": group.name,
                 "color": index % 8 + 1,
                 "n": len(seeds),
-                "twins": f"{', '.join(repetitions)}: counted once" if repetitions else "",
+                "notes": [
+                    *([f"{', '.join(repetitions)}: counted once"] if repetitions else []),
+                    *_decisions_notes(group.runs[0]),
+                ],
                 "cells": cells,
                 "dots": [round(100 * (value - low) / width, 2) for value in values[group.name]],
             }
@@ -265,6 +269,7 @@ def run_rows(
                 "name": name,
                 "color": colors[id(run)],
                 "status": str(run.record.get("status", "unknown")),
+                "notes": _decisions_notes(run),
                 "model": run.recipe.model.name,
                 "keys": [values[index] for _, values in differing],
                 "seed": str(run.recipe.run.seed),
@@ -277,6 +282,12 @@ def run_rows(
             }
         )
     return rows
+
+
+def _decisions_notes(run: Run) -> list[str]:
+    """Return a note for each split whose metrics depend on `data.decisions`."""
+    notes = {name: describe_split_decisions(run.metrics(name)) for name in ("test", "val")}
+    return [f"{name} {note}" for name, note in notes.items() if note]
 
 
 def _metric_cell(run: Run, split: str, key: str) -> Row:

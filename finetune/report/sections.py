@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.class_balance import describe_class_draws, describe_imbalance
+from finetune.data.decisions import describe_decisions, describe_split_decisions
 from finetune.evaluation.claims import format_claim
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, parse_confusion_matrix
 from finetune.formatting import MISSING, format_short_count, pluralize
@@ -107,16 +108,17 @@ def headline_tiles(run: Run) -> list[Row]:
 def _split_tiles(run: Run, metrics: Row) -> list[Row]:
     """Build the tiles with the metrics of the reported split."""
     name, num_images = SPLIT_NAMES[run.reported_split], metrics.get("examples")
+    note = describe_split_decisions(metrics)
     loss = _tile(f"{name.capitalize()} loss", format_decimal(metrics.get("loss")), "nats")
     if run.is_multilabel:
         label = f"{name.capitalize()} mAP"
         return [
-            _accuracy_tile(label, metrics.get("map"), num_images, metric="map"),
+            _accuracy_tile(label, metrics.get("map"), num_images, note, metric="map"),
             _tile("Macro F1", format_percent(metrics.get("macro_f1")), "mean of the classes"),
             _tile("Micro F1", format_percent(metrics.get("micro_f1")), "all labels together"),
             loss,
         ]
-    tiles = [_accuracy_tile(f"{name.capitalize()} top-1", metrics.get("top1"), num_images)]
+    tiles = [_accuracy_tile(f"{name.capitalize()} top-1", metrics.get("top1"), num_images, note)]
     if run.has_top5:
         tiles.append(_tile(f"{name.capitalize()} top-5", format_percent(metrics.get("top5")), ""))
     if (balanced_accuracy := metrics.get("balanced_accuracy")) is not None:
@@ -137,12 +139,12 @@ def _accuracy_tile(
     label: str,
     accuracy: float | None,
     num_images: float | None,
-    step_note: str = "",
+    first_note: str = "",
     metric: str = "top1",
 ) -> Row:
     """Build an accuracy tile; its note has the number of images and, for top-1, the interval."""
     interval = format_accuracy_interval(accuracy, num_images) if metric == "top1" else ""
-    notes = [step_note, f"on {format_count(num_images)} images" if num_images else ""]
+    notes = [first_note, f"on {format_count(num_images)} images" if num_images else ""]
     notes.append(f"95\u202f% interval {interval}" if interval else "")
     tile = _tile(label, format_percent(accuracy), ", ".join(note for note in notes if note))
     return {**tile, "is_too_few": has_too_few_images(num_images)}
@@ -290,6 +292,8 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     for split in ("train", "val", "test"):
         if split in split_sizes:
             rows.append((f"{split.capitalize()} images", format_count(split_sizes[split])))
+    if decisions := run.record.get("decisions"):
+        rows.append(("Decisions", describe_decisions(decisions)))
     counts_K = _per_class_counts(run, "class_images")
     draws_K = _per_class_counts(run, "class_draws")
     num_train = split_sizes.get("train")
@@ -314,7 +318,8 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
         selection = "none: there is no validation split, so the last step is kept"
     rows.append(("Weight selection", selection))
     if run.metrics("test"):
-        rows.append(("Test", "evaluated once, at the end"))
+        notes = ["evaluated once, at the end", describe_split_decisions(run.metrics("test"))]
+        rows.append(("Test", ", ".join(filter(None, notes))))
     elif not run.recipe.run.test:
         rows.append(("Test", "not evaluated: run.test is false"))
     elif run.results and "test" not in split_sizes:

@@ -16,6 +16,7 @@ from typing_extensions import Required, TypedDict  # pydantic needs it before Py
 from finetune.errors import CheckpointError
 
 __all__ = [
+    "DecisionsRecord",
     "PlanRecord",
     "Results",
     "RunRecord",
@@ -42,6 +43,16 @@ class PlanRecord(TypedDict, total=False):
     trainable_parameters: _Count
     images: dict[str, Any]
     weights: dict[str, Any]
+
+
+class DecisionsRecord(TypedDict):
+    """`DecisionSummary`: what `data.decisions` has changed."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    splits: dict[str, dict[str, _Count]]
+    merged: dict[str, str]
+    not_applied: _Count
 
 
 class TeacherRecord(TypedDict, total=False):
@@ -74,6 +85,7 @@ class RunRecord(TypedDict, total=False):
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
     leakage: list[str]  # result of `find_train_leakage`
+    decisions: DecisionsRecord  # only with `data.decisions`
     weights_sha256: str | None  # sha256 of the weights file that training started from
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/
@@ -98,6 +110,7 @@ class SplitMetrics(TypedDict, total=False):
     map: _Number
     macro_f1: _Number
     micro_f1: _Number
+    decisions: dict[str, _Count]  # images of the split that `data.decisions` dropped and relabeled
 
 
 class Results(TypedDict, total=False):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from finetune.data.decisions import split_decisions
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
@@ -91,6 +92,7 @@ def finalize_run(
             evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
         val_results = evaluator.results()
         fitted_key = "thresholds" if setup.is_multilabel else "temperature"
+        val_results |= split_decisions(setup.source, "val")
         results |= {"val": val_results, fitted_key: val_results.pop(fitted_key)}
         _use_full_split_indices(
             splits["val"], val_loader.store.split, val_results.get("mistakes", [])
@@ -114,7 +116,7 @@ def finalize_run(
             num_mistakes=NUM_MISTAKES,
         )
         evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
-        results["test"] = evaluator.results()
+        results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
         _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
 
     # Write the results, the card and the report.

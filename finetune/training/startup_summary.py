@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from finetune.data.class_balance import describe_class_draws
+from finetune.data.decisions import describe_decisions
 from finetune.errors import escape_control_chars
 from finetune.formatting import escape_to_one_line, format_short_count, pluralize
 from finetune.precision import accelerator_precision
@@ -23,6 +25,7 @@ def format_startup_summary(trainer: TrainerState) -> list[str]:
         "network": _network_line(setup),
         "images": _images_line(setup),
         "classes": _classes_line(setup),
+        "decisions": "",
         "sampling": _sampling_line(setup),
         "training": _length_line(setup),
         "teacher": "",
@@ -35,6 +38,8 @@ def format_startup_summary(trainer: TrainerState) -> list[str]:
     if (teacher := trainer.distillation) is not None:
         description = describe_teacher(teacher.section, {"teacher": teacher.teacher_info})
         rows["teacher"] = f"{escape_control_chars(teacher.section.teacher)}, {description}"
+    if (decisions := setup.source.decisions) is not None:
+        rows["decisions"] = escape_to_one_line(describe_decisions(dataclasses.asdict(decisions)))
     if trainer.counters.step:
         rows["training"] += f"; continues at step {trainer.counters.step:,}"
     if not recipe.model.pretrained:

@@ -91,7 +91,7 @@ class TestRows:
         rows, scale = group_rows(group_by_recipe(runs), columns)
         assert rows[0]["cells"][0]["text"] == "75.00 ± 7.07\u202f%"
         assert rows[1]["cells"][0]["text"] == "90.00\u202f%"
-        assert not any(row["twins"] for row in rows)
+        assert not any(row["notes"] for row in rows)
         assert [row["n"] for row in rows] == [2, 1]
         assert scale == ("70\u202f%", "90\u202f%")
         assert rows[0]["dots"] == pytest.approx([0, 50])
@@ -135,7 +135,7 @@ class TestRows:
         ]
         (row,), _ = group_rows(group_by_recipe(runs), metric_columns(runs))
         assert row["cells"][0]["text"] == "75.00 ± 7.07\u202f%"  # over two seeds
-        assert (row["n"], row["twins"]) == (2, "2 runs of seed 0: counted once")
+        assert (row["n"], row["notes"]) == (2, ["2 runs of seed 0: counted once"])
         assert not row["cells"][0]["interval"]  # the spread over seeds is not a confidence interval
         (row,), _ = group_rows(group_by_recipe(runs[:2]), metric_columns(runs[:2]))
         assert row["cells"][0]["interval"] == "65.3–74.3\u202f%"

@@ -54,12 +54,14 @@ def write_parquet(
     label: str = "label",
     label_type: pa.DataType | None = None,
     images: list[Any] | None = None,
+    **columns: list[Any],
 ) -> Path:
     """Write a parquet file as on the hub; `names` are stored as a ClassLabel."""
     if images is None:
         images = [{"bytes": random_png(number), "path": None} for number in range(len(labels))]
     image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({image: pa.array(images, image_type), label: pa.array(labels, label_type)})
+    arrays = {image: pa.array(images, image_type), label: pa.array(labels, label_type)}
+    table = pa.table({**arrays, **columns})
     if names is not None:
         features = {image: {"_type": "Image"}, label: {"_type": "ClassLabel", "names": names}}
         metadata = json.dumps({"info": {"features": features}})

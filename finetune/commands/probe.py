@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from finetune.commands.evaluate import check_split_name
 from finetune.data.decisions import describe_split_decisions, split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
+from finetune.data.groups import group_indices
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
 from finetune.errors import DataError, RecipeError, redact_urls
@@ -93,8 +94,8 @@ def probe_model(
             network has no such tokens.
         logreg: True to also fit logistic regression as DINOv2 does: on raw features, with the best
             of 45 values of C.
-        folds: number of folds of a cross-validation of logistic regression on train; None for no
-            cross-validation.
+        folds: number of folds of a cross-validation of logistic regression on train, which keeps
+            the groups of data.group together; None for no cross-validation.
         knn: number of neighbors of a kNN classifier to evaluate as well; None for no kNN.
         out: a folder for probe.json.
     Returns: a dict with keys "model", "data", "split", "decisions" (see `split_decisions`, only if
@@ -410,6 +411,9 @@ def _compute_metrics(
             "weighted": weighted,
             "plain": plain,
         }
+    groups_N = None
+    if (groups := source.splits["train"].groups) is not None:
+        groups_N = group_indices(groups)[features["train"].indices_N]
     return {
         "protocol": protocol,
         "shots": evaluate_few_shot(
@@ -420,7 +424,7 @@ def _compute_metrics(
         "logreg": _fit_linear(task, features, partial(probe_logistic_regression, raw_features=True))
         if logreg
         else None,
-        "folds": cross_validate(*train, folds=folds) if folds else None,
+        "folds": cross_validate(*train, folds=folds, groups_N=groups_N) if folds else None,
         "knn": knn_result,
         "features": {
             name: {

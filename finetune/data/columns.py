@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow as pa
 from finetune.errors import DataError, did_you_mean
 
 __all__ = [
+    "ColumnNames",
     "declared_class_names",
     "find_columns",
     "find_columns_by_name",
@@ -24,6 +25,20 @@ __all__ = [
 _IMAGE_COLUMN_NAMES = ("image", "img")
 _LABEL_COLUMN_NAMES = ("label", "labels", "fine_label")
 _MAX_SHOWN_CHARS = 120  # of the list of columns in a message
+
+
+class ColumnNames(NamedTuple):
+    """Columns that the user has named; None to find them, or to read no groups.
+
+    Attributes:
+        image: column with the images, or their paths.
+        label: column with the labels, or several columns of 0 and 1.
+        group: column with the group of each image, see `Split.groups`.
+    """
+
+    image: str | None = None
+    label: str | tuple[str, ...] | None = None
+    group: str | None = None
 
 
 def _huggingface_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
@@ -45,25 +60,20 @@ def _huggingface_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 
 def find_columns(
-    schema: pa.Schema,
-    image: str | None,
-    label: str | Sequence[str] | None,
-    *,
-    multilabel: bool = False,
+    schema: pa.Schema, requested: ColumnNames, *, multilabel: bool = False
 ) -> tuple[str, list[str]]:
     """Find the image and label columns of a table: by name, else by the type in the metadata.
 
     Args:
         schema: schema of the table.
-        image, label, multilabel: see `find_columns_by_name`.
+        requested, multilabel: see `find_columns_by_name`.
     Returns: the name of the image column, and the names of the label columns.
     Raises: DataError if a column is missing.
     """
     types = {name: entry.get("_type") for name, entry in _huggingface_features(schema).items()}
     return find_columns_by_name(
         schema.names,
-        image,
-        label,
+        requested,
         usual_image_names=_IMAGE_COLUMN_NAMES,
         usual_label_names=_LABEL_COLUMN_NAMES,
         typed_image_columns=[name for name in schema.names if types.get(name) == "Image"],
@@ -74,8 +84,7 @@ def find_columns(
 
 def find_columns_by_name(
     columns: Sequence[str],
-    image: str | None,
-    label: str | Sequence[str] | None,
+    requested: ColumnNames,
     *,
     usual_image_names: Sequence[str],
     usual_label_names: Sequence[str],
@@ -87,25 +96,28 @@ def find_columns_by_name(
 
     Args:
         columns: names of all columns of the table.
-        image: requested image column; None to find it.
-        label: requested label column or columns; None to find them.
+        requested: the columns that the user has named.
         usual_image_names, usual_label_names: names to look for, in lower case.
         typed_image_columns, typed_label_columns: columns whose recorded type is an image or a
             class label.
         multilabel: allow several label columns of 0 and 1. If none is requested and no column has a
-            usual label name, all columns except the image column and "split" are label columns.
+            usual label name, all columns except the image and group columns and "split" are.
     Returns: the name of the image column, and the names of the label columns.
     Raises: DataError if a column is missing, or if the names of two candidates differ only in case.
     """
     image_column = _find_column(
-        "image_column", image, usual_image_names, typed_image_columns, columns
+        "image_column", requested.image, usual_image_names, typed_image_columns, columns
     )
+    if requested.group is not None:
+        _find_column("group", requested.group, (), (), columns)
+    label = requested.label
     if multilabel and label is None and not {*map(str.lower, columns)} & {*usual_label_names}:
-        label = [name for name in columns if name.lower() not in (image_column.lower(), "split")]
-    requested: list[str | None] = [label] if isinstance(label, str) else [*(label or (None,))]
+        others = (image_column.lower(), "split", (requested.group or "").lower())
+        label = tuple(name for name in columns if name.lower() not in others)
+    label_names: list[str | None] = [label] if isinstance(label, str) else [*(label or (None,))]
     return image_column, [
         _find_column("label_column", name, usual_label_names, typed_label_columns, columns)
-        for name in requested
+        for name in label_names
     ]
 
 

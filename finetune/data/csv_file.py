@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from finetune.data.columns import find_columns_by_name
+from finetune.data.columns import ColumnNames, find_columns_by_name
 from finetune.data.decode import open_dataset_file
 from finetune.data.split_names import SPLIT_ALIASES, sort_splits
 from finetune.errors import DataError, did_you_mean
@@ -65,7 +65,6 @@ _SEPARATOR_FRACTION = 0.05  # if | is in a larger share of the labels, it probab
 _MAX_SHOWN_CHARS = 60  # characters of a value in a message
 
 
-ColumnNames: TypeAlias = tuple[str | None, str | tuple[str, ...] | None]
 ClassNames: TypeAlias = (
     str | tuple[str, ...]
 )  # a class name, or all class names of an image, sorted
@@ -75,6 +74,7 @@ class _ImageRow(NamedTuple):
     path: str
     label: ClassNames
     split: str
+    group: str
     line: int
 
 
@@ -116,22 +116,22 @@ def train_command(file: Path) -> str:
 
 def read_csv(
     file: Path,
-    columns: ColumnNames = (None, None),
+    columns: ColumnNames,
     *,
     split: str | None = None,
     multilabel: bool = False,
-) -> tuple[dict[str, list[tuple[str, ClassNames]]], tuple[str, ...]]:
+) -> tuple[dict[str, list[tuple[str, ClassNames]]], tuple[str, ...], dict[str, str]]:
     """Read the paths and labels of images.
 
     Args:
         file: path of a UTF-8 file, with fields separated by commas, semicolons or tabs.
-        columns: path column, and label column or columns; None to find them by usual names.
+        columns: path column, label column or columns, and group column.
         split: split of all images; None to read it from the column "split" (all images are train if
             this column does not exist).
         multilabel: allow any number of labels per image.
     Returns: a dict from split to its sorted images, each as (path relative to the file's folder,
-        class name or names); and the names of the label columns of 0 and 1, empty if there is one
-        label column.
+        class name or names); the names of the label columns of 0 and 1, empty if there is one label
+        column; and a dict from path to group, empty without a group column.
     Raises: DataError naming the line.
     """
     records = read_records(file)
@@ -164,7 +164,8 @@ def read_csv(
             row_split = split or "train"
             if split_column is not None:
                 row_split = _parse_split(values[split_column], split)
-            row = _ImageRow(path, label, row_split, line)
+            group = "" if columns.group is None else values[columns.group].strip()
+            row = _ImageRow(path, label, row_split, group, line)
             first_row = rows.setdefault(path, row)
             if first_row is row:
                 continue
@@ -189,7 +190,9 @@ def read_csv(
     found: dict[str, list[tuple[str, ClassNames]]] = {}
     for row in sorted(located):
         found.setdefault(row.split, []).append((row.path, row.label))
-    return sort_splits(found), tuple(label_columns) if len(label_columns) > 1 else ()
+    groups = {} if columns.group is None else {row.path: row.group for row in located}
+    indicator_columns = tuple(label_columns) if len(label_columns) > 1 else ()
+    return sort_splits(found), indicator_columns, groups
 
 
 def _check_label_usage(file: Path, columns: Sequence[str], labels: Sequence[ClassNames]) -> None:
@@ -314,7 +317,7 @@ def _find_columns(
     try:
         image_column, label_columns = find_columns_by_name(
             header,
-            *columns,
+            columns,
             usual_image_names=_IMAGE_COLUMN_NAMES,
             usual_label_names=_LABEL_COLUMN_NAMES,
             multilabel=multilabel,
@@ -326,7 +329,7 @@ def _find_columns(
         message = f"the columns {' and '.join(map(repr, split_columns))} differ only in case"
         raise line_error(file, 1, f"{message}; rename one", "data.ambiguous")
     split_column = next(iter(split_columns), None)
-    for name in (image_column, *label_columns, split_column):
+    for name in (image_column, *label_columns, split_column, columns.group):
         if name is not None and header.count(name) > 1:
             message = f"two columns are named {name!r}; rename one"
             raise line_error(file, 1, message, "data.ambiguous")
@@ -370,7 +373,7 @@ def _normalize_image_path(path: str, folder: str) -> str:
 
 
 def _check_duplicate_row(row: _ImageRow, other: _ImageRow) -> None:
-    """Raise a DataError if an image has two labels or is in two splits."""
+    """Raise a DataError if an image has two labels, or is in two splits or groups."""
     path = row.path[:_MAX_SHOWN_CHARS]
     if row.label != other.label:
         this, that = (
@@ -382,11 +385,13 @@ def _check_duplicate_row(row: _ImageRow, other: _ImageRow) -> None:
             f"{that[:_MAX_SHOWN_CHARS]!r} in line {other.line}; keep one",
             code="data.wrong_labels",
         )
-    if row.split != other.split:
-        raise DataError(
-            f"{path!r} is in {row.split} here, but in {other.split} in line {other.line}; keep one",
-            code="data.ambiguous",
-        )
+    for kind, this, that in (("", row.split, other.split), ("group ", row.group, other.group)):
+        if this != that:
+            raise DataError(
+                f"{path!r} is in {kind}{this[:_MAX_SHOWN_CHARS]} here, but in {kind}"
+                f"{that[:_MAX_SHOWN_CHARS]} in line {other.line}; keep one",
+                code="data.ambiguous",
+            )
 
 
 def _locate_images(file: Path, rows: list[_ImageRow]) -> list[_ImageRow]:

@@ -104,6 +104,7 @@ def open_full_data(section: DataSection, seed: int) -> Source:
         section.source,
         image_column=section.image_column,
         label_column=section.label_column,
+        group=section.group,
         streaming=section.streaming,
         decode_size=section.decode_size,
         multilabel=section.task == "multilabel",

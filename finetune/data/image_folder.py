@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.data.columns import ColumnNames
 from finetune.data.csv_file import (
     ClassNames,
     find_labels_file,
@@ -262,6 +263,7 @@ def _open_folder_with_csv(
     """
     images_by_split: dict[str, list[tuple[str, ClassNames]]] = {}
     columns: dict[str, tuple[str, ...]] = {}
+    no_columns = ColumnNames()  # data.image_column and others need csv:
     for split, table in csv_files.items():
         if table is None:
             raise DataError(
@@ -270,10 +272,12 @@ def _open_folder_with_csv(
                 code="data.no_labels",
             )
         if folders[split] == root:
-            images_by_split, columns[split] = read_csv(table, multilabel=multilabel)
+            images_by_split, columns[split], _ = read_csv(table, no_columns, multilabel=multilabel)
         else:
             start = f"{folders[split].name}{os.sep}"
-            rows, columns[split] = read_csv(table, split=split, multilabel=multilabel)
+            rows, columns[split], _ = read_csv(
+                table, no_columns, split=split, multilabel=multilabel
+            )
             images_by_split[split] = [(start + path, label) for path, label in rows[split]]
     first, *others = columns
     for other in others:
@@ -293,6 +297,7 @@ def source_from_files(
     images_by_split: Mapping[str, Sequence[tuple[str, ClassNames]]],
     description: str,
     indicator_columns: tuple[str, ...] = (),
+    groups: Mapping[str, str] | None = None,
 ) -> Source:
     """Build a source from image files.
 
@@ -302,6 +307,7 @@ def source_from_files(
         images_by_split: dict from split to a pair (path, class name or names) for each image.
         description: origin of the images, for users.
         indicator_columns: see `Source`.
+        groups: dict from path to group; None or empty without groups.
     Raises: DataError if there is no image, if no image has a label, or if class names differ only
         in case, Unicode form or spaces.
     """
@@ -323,9 +329,9 @@ def source_from_files(
     for split, files in images_by_split.items():
         files = sorted(files)
         images = FileImages(root, [path for path, _ in files])
-        splits[split] = Split(
-            split, _encode_labels([label for _, label in files], class_to_index), images
-        )
+        encoded = _encode_labels([label for _, label in files], class_to_index)
+        groups_N = np.array([groups[path] for path, _ in files], dtype=object) if groups else None
+        splits[split] = Split(split, encoded, images, groups=groups_N)
     return Source(source, splits, class_names, description, indicator_columns)
 
 

@@ -1,4 +1,4 @@
-"""Leakage: training images that are also in the validation or test split."""
+"""Leakage: training images, or images of their groups, that are also in val or test."""
 
 # N images
 
@@ -14,9 +14,9 @@ __all__ = ["find_train_leakage"]
 
 
 def find_train_leakage(source: Source) -> list[str]:
-    """Return a warning for each evaluation split that contains exact copies of training images.
+    """Return a warning for each evaluation split that shares images or groups with train.
 
-    Compares the digests of the encoded images; streamed images have none.
+    Finds exact copies by the digests of the encoded images; streamed images have none.
     """
     train, warnings = source.splits["train"], []
     for name in ("val", "test"):
@@ -34,5 +34,24 @@ def find_train_leakage(source: Source) -> list[str]:
                 f"split '{name}': {len(copies)} of {pluralize(len(split), 'image')} are copies of "
                 f"training images (for example '{split.name_of(copies[0])}' of "
                 f"'{train.name_of(original)}'), so its metrics are too high; remove the copies"
+            )
+    return warnings + _find_shared_groups(source)
+
+
+def _find_shared_groups(source: Source) -> list[str]:
+    """Return a warning for each evaluation split with images of a group that is also in train."""
+    train, warnings = source.splits["train"], []
+    train_groups = set() if train.groups is None else {*train.groups} - {""}
+    for name in ("val", "test"):
+        split = source.splits.get(name)
+        if split is None or split.groups is None:
+            continue
+        shared = [group for group in split.groups if group in train_groups]
+        if shared:
+            warnings.append(
+                f"split '{name}': {len(shared)} of {pluralize(len(split), 'image')} are of "
+                f"{pluralize(len({*shared}), 'group')} (data.group) that train also has, for "
+                f"example '{shared[0]}', so its metrics may be too high; move each group to one "
+                "split"
             )
     return warnings

@@ -27,15 +27,18 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.class_balance import count_images_per_class
+from finetune.data.columns import ColumnNames
 from finetune.data.csv_file import read_csv
 from finetune.data.embedded import open_embedded
+from finetune.data.groups import groups_from_names
 from finetune.data.image_folder import open_image_folder, source_from_files
-from finetune.data.parquet import ColumnNames, read_hub, read_parquet
+from finetune.data.parquet import read_hub, read_parquet
 from finetune.data.source import Source, Split
 from finetune.data.tar import read_tar
 from finetune.errors import DataError
 from finetune.formatting import pluralize
 from finetune.log import warn_once
+from finetune.recipe.field_types import is_group_pattern
 from finetune.recipe.paths import check_data_source
 from finetune.source_kinds import SOURCE_KINDS
 
@@ -47,6 +50,7 @@ def open_source(
     *,
     image_column: str | None = None,
     label_column: str | tuple[str, ...] | None = None,
+    group: str | None = None,
     streaming: bool = False,
     decode_size: int | None = None,
     multilabel: bool = False,
@@ -57,6 +61,8 @@ def open_source(
         source: source string, see the docstring of this module.
         image_column, label_column: columns of hub:, parquet: and csv: sources, suffixes of tar:
             members; None to detect them.
+        group: column of hub:, parquet: and csv: sources with the group of each image, or a regular
+            expression that finds it in the image's name, see `groups_from_names`; None: no groups.
         streaming: stream the images of hub:, parquet: and tar: sources.
         decode_size: see `Split`.
         multilabel: allow any number of labels per image; several label columns then hold 0 and 1.
@@ -71,8 +77,15 @@ def open_source(
             "these keys",
             code="data.no_column",
         )
+    is_pattern = group is not None and is_group_pattern(group)
+    if group is not None and not is_pattern and kind in ("folder", "tar", "embedded"):
+        raise DataError(
+            f"data.group: '{kind}:' sources have no column '{group}'; give a regular expression "
+            r"that finds the group in the names of images, such as '(patient\d+)'",
+            code="data.no_column",
+        )
     try:
-        columns = image_column, label_column
+        columns = ColumnNames(image_column, label_column, None if is_pattern else group)
         opened = _open_by_kind(
             source, kind, rest, columns, streaming=streaming, multilabel=multilabel
         )
@@ -85,7 +98,8 @@ def open_source(
         name: dataclasses.replace(split, decode_size=decode_size)
         for name, split in opened.splits.items()
     }
-    return dataclasses.replace(opened, splits=splits)
+    opened = dataclasses.replace(opened, splits=splits)
+    return groups_from_names(opened, group) if group is not None and is_pattern else opened
 
 
 def _open_by_kind(
@@ -95,15 +109,19 @@ def _open_by_kind(
         return open_image_folder(source, rest, multilabel=multilabel)
     if kind == "csv":
         file = Path(rest).expanduser().absolute()
-        images_by_split, indicator_columns = read_csv(file, columns, multilabel=multilabel)
+        images_by_split, indicator_columns, groups = read_csv(file, columns, multilabel=multilabel)
+        description = f"images of {file.name}"
         return source_from_files(
-            source, file.parent, images_by_split, f"images of {file.name}", indicator_columns
+            source, file.parent, images_by_split, description, indicator_columns, groups
         )
     if kind == "embedded":
         return open_embedded(source, rest, multilabel=multilabel)
     read = {"hub": read_hub, "tar": read_tar}.get(kind, read_parquet)
     loaded = read(rest, columns, streaming=streaming, multilabel=multilabel)
-    splits = {name: Split(name, loaded.labels[name], loaded.images[name]) for name in loaded.labels}
+    splits = {
+        name: Split(name, labels, loaded.images[name], groups=loaded.groups.get(name))
+        for name, labels in loaded.labels.items()
+    }
     return Source(source, splits, loaded.class_names, loaded.description, loaded.indicator_columns)
 
 

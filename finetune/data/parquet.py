@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from finetune.data.columns import declared_class_names, find_columns
+from finetune.data.columns import ColumnNames, declared_class_names, find_columns
 from finetune.data.decode import open_dataset_file
 from finetune.data.encoded_images import EncodedImages, TableChunk, TableImages
 from finetune.data.hub_dataset import list_parquet_files, load_hub_dataset
@@ -38,7 +38,7 @@ from finetune.errors import DataError
 from finetune.formatting import pluralize
 from finetune.log import warn_once
 
-__all__ = ["MAX_IN_MEMORY_BYTES", "ColumnNames", "LabeledSplits", "read_hub", "read_parquet"]
+__all__ = ["MAX_IN_MEMORY_BYTES", "LabeledSplits", "read_hub", "read_parquet"]
 
 # Larger datasets do not stay in memory: `datasets` writes their rows to its cache once and
 # memory-maps them. For smaller ones, importing `datasets` would take longer than reading the rows.
@@ -46,8 +46,6 @@ MAX_IN_MEMORY_BYTES = 2**28
 _BATCH_ROWS = 4096  # keeps a chunk of nested binary far below Arrow's limit of 2 GiB
 _Data = TypeVar("_Data")
 _File = TypeVar("_File")
-# the user's image column and label column or columns; several label columns hold 0 and 1
-ColumnNames = tuple[str | None, str | tuple[str, ...] | None]
 
 
 @dataclass
@@ -59,6 +57,7 @@ class LabeledSplits:
     class_names: list[str]
     description: str
     indicator_columns: tuple[str, ...] = ()  # label columns of 0 and 1
+    groups: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `Split.groups`
 
 
 def read_parquet(
@@ -68,7 +67,7 @@ def read_parquet(
 
     Args:
         path: the source string after `parquet:`.
-        columns: image column, and label column or columns; None to detect them.
+        columns: the columns that the user has named.
         streaming: stream the images from the files, even if they would fit in memory.
         multilabel: allow any number of labels per image.
     Raises: DataError for missing or damaged files.
@@ -109,13 +108,13 @@ def _build_splits(
     """Find the columns, encode the labels and build the images of each split.
 
     Args:
-        columns: image column, and label column or columns; None to detect them.
-        read_labels: function that reads labels, given split, label column and image column.
+        columns: the columns that the user has named.
+        read_labels: function that reads a column, given split, column and image column.
         make_images: function that builds the images, given split and image column.
         multilabel: allow any number of labels per image.
     """
     schema = next(iter(schemas.values()))
-    image_column, label_columns = find_columns(schema, *columns, multilabel=multilabel)
+    image_column, label_columns = find_columns(schema, columns, multilabel=multilabel)
     indicator_columns = tuple(label_columns) if len(label_columns) > 1 else ()
     if indicator_columns:
         encoded = encode_indicator_columns(
@@ -136,6 +135,13 @@ def _build_splits(
             labels, declared
         )
     images = {split: make_images(split, image_column) for split in encoded}
+    groups = {}
+    if columns.group is not None:
+        for split in encoded:
+            values = read_labels(split, columns.group, image_column).to_pylist()
+            # NaN is not equal to itself
+            names = ["" if value is None or value != value else str(value) for value in values]
+            groups[split] = np.array(names, dtype=object)
     label_text = (
         f"{len(label_columns)} columns of 0 and 1" if indicator_columns else repr(label_columns[0])
     )
@@ -145,6 +151,7 @@ def _build_splits(
         class_names,
         f"columns {image_column!r} and {label_text}",
         indicator_columns,
+        groups,
     )
 
 
@@ -217,7 +224,7 @@ def read_hub(
 
     Args:
         spec: `owner/name[@revision][:config]`.
-        columns: image column, and label column or columns; None to detect them.
+        columns: the columns that the user has named.
         streaming: stream the images from the Hub; needs a connection.
         multilabel: allow any number of labels per image.
     Raises: DataError if the dataset, revision or configuration does not exist; HubError if the Hub

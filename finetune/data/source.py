@@ -32,6 +32,8 @@ class Split:
         images: the encoded images.
         rows: (N,) int64, indices of the split's images in `images`; None for all.
         decode_size: minimum side in pixels of decoded JPEGs, see `decode_image`; None: full size.
+        groups: (N,) str objects, the group of each image, such as a patient; "" for none. Images of
+            a group should be in the same split. None if the groups are unknown.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Split:
     images: EncodedImages = field(repr=False)
     rows: np.ndarray | None = field(default=None, repr=False)
     decode_size: int | None = None
+    groups: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,7 +89,8 @@ class Split:
         """Return a split with only these images, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         rows = chosen if self.rows is None else self.rows[chosen]
-        return dataclasses.replace(self, labels=self.labels[chosen], rows=rows)
+        groups = None if self.groups is None else self.groups[chosen]
+        return dataclasses.replace(self, labels=self.labels[chosen], rows=rows, groups=groups)
 
     @property
     def is_streamed(self) -> bool:

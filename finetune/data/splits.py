@@ -9,6 +9,7 @@ import numpy as np
 
 from finetune.data.class_balance import apportion
 from finetune.data.encoded_images import ConcatImages, EncodedImages
+from finetune.data.groups import group_indices
 from finetune.data.source import Source, Split
 from finetune.data.split_names import sort_splits
 from finetune.data.streaming.streamed_images import StreamedImages
@@ -51,6 +52,7 @@ def merge_val(source: Source) -> Source:
         labels=np.concatenate([train.labels, val.labels]),
         images=images,
         rows=np.concatenate([train.image_rows, val.image_rows + len(train.images)]),
+        groups=None if train.groups is None else np.concatenate([train.groups, val.groups]),
     )
     return dataclasses.replace(source, splits=splits)
 
@@ -211,6 +213,8 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
     versions, unlike NumPy's shuffles. In each class, the images with the smallest numbers move to
     validation: round-half-up(val_fraction * images), at least 1, but never the last training image.
 
+    With `Split.groups`, whole groups move instead of single images, see `_hold_out_groups`.
+
     Multi-label: processes the classes from the rarest to the most common. For each class, moves
     those of its images that are in no rarer class, until validation has the share of this class.
     So every class gets its share, or more if it often occurs together with rarer classes. Images
@@ -230,17 +234,14 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
         message = f"{source.name}: no train split to take a validation split from; add one"
         raise DataError(message, code="data.no_split")
     draws = np.random.PCG64(seed).random_raw(len(train))
-    in_val = np.zeros(len(train), dtype=bool)
-    for members, unclaimed in _stratification_order(train.labels):
-        num_wanted = max(1, int(val_fraction * len(members) + 0.5))
-        candidates = unclaimed[np.argsort(draws[unclaimed], kind="stable")]
-        num_missing = min(num_wanted, len(members) - 1) - int(in_val[members].sum())
-        in_val[candidates[: max(num_missing, 0)]] = True
-        if in_val[members].all():  # rarer classes took all of them
-            in_val[members[0]] = False
+    if train.groups is None:
+        in_val = _hold_out_images(train.labels, draws, val_fraction)
+    else:
+        in_val = _hold_out_groups(train.labels, group_indices(train.groups), draws, val_fraction)
     if not in_val.any():
+        unit = "image" if train.groups is None else "group (data.group)"
         raise DataError(
-            f"{source.name}: every class has only one image in 'train', so none can be used for "
+            f"{source.name}: every class has only one {unit} in 'train', so none can be used for "
             "validation; add images, or train without validation (data.val_fraction=0)",
             code="data.too_few_images",
         )
@@ -249,6 +250,54 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
         _warn_scattered_validation(source.name, val, val.images)
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}
     return dataclasses.replace(source, splits=sort_splits(splits))
+
+
+def _hold_out_images(labels: np.ndarray, draws: np.ndarray, val_fraction: float) -> np.ndarray:
+    """Choose the validation images, see `hold_out_validation`. Returns: (N,) bool."""
+    in_val = np.zeros(len(labels), dtype=bool)
+    for members, unclaimed in _stratification_order(labels):
+        num_wanted = max(1, int(val_fraction * len(members) + 0.5))
+        candidates = unclaimed[np.argsort(draws[unclaimed], kind="stable")]
+        num_missing = min(num_wanted, len(members) - 1) - int(in_val[members].sum())
+        in_val[candidates[: max(num_missing, 0)]] = True
+        if in_val[members].all():  # rarer classes took all of them
+            in_val[members[0]] = False
+    return in_val
+
+
+def _hold_out_groups(
+    labels: np.ndarray, groups: np.ndarray, draws: np.ndarray, val_fraction: float
+) -> np.ndarray:
+    """Choose the validation images, whole groups at a time. Returns: (N,) bool.
+
+    Processes the classes from the rarest to the most common. For each class, moves groups that have
+    no rarer class, in the order of their first image's draw, as long as that brings validation
+    closer to the share of this class. If no group does, it moves the smallest one, so every class
+    with two groups has a validation image. No class loses its last training image.
+
+    Args:
+        groups: (N,) group of each image, from 0.
+        draws: (N,) a random number for each image.
+    """
+    group_draws = draws[np.unique(groups, return_index=True)[1]]
+    in_val, is_claimed = np.zeros((2, len(group_draws)), dtype=bool)  # by group
+    for members in sorted((members for members, _ in _stratification_order(labels)), key=len):
+        own, sizes = np.unique(groups[members], return_counts=True)
+        num_wanted = min(max(1, int(val_fraction * len(members) + 0.5)), len(members) - 1)
+        num_missing = num_wanted - int(sizes[in_val[own]].sum())
+        free = np.flatnonzero(~is_claimed[own])
+        free = free[np.argsort(group_draws[own[free]], kind="stable")]
+        for position in free.tolist():
+            if sizes[position] < 2 * num_missing:
+                in_val[own[position]] = True
+                num_missing -= int(sizes[position])
+        if len(free) and not in_val[own].any():
+            in_val[own[free[sizes[free].argmin()]]] = True
+        if in_val[own].all():  # also if rarer classes took all of them
+            in_val[own[sizes.argmax()]] = False
+        is_claimed[own] = True
+    chosen: np.ndarray = in_val[groups]
+    return chosen
 
 
 def _stratification_order(labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -21,13 +21,13 @@ import pyarrow as pa
 from huggingface_hub import constants, is_offline_mode
 from numpy.typing import NDArray
 
-from finetune.data.columns import int64_array
+from finetune.data.columns import ColumnNames, int64_array
 from finetune.data.decode import decode_image
 from finetune.data.encoded_images import binary_array
 from finetune.data.hub_dataset import resolve_commit
 from finetune.data.labels import encode_labels
 from finetune.data.multilabel import encode_label_lists
-from finetune.data.parquet import ColumnNames, LabeledSplits
+from finetune.data.parquet import LabeledSplits
 from finetune.data.split_names import group_by_split
 from finetune.data.stat_signatures import stat_signatures
 from finetune.data.streaming.shard_file import LocalFile, RemoteFile, ShardFile
@@ -58,7 +58,7 @@ def read_tar(
         multilabel: expect labels as lists in JSON fields.
     Raises: DataError for missing or damaged shards; HubError if a server fails.
     """
-    image, label = columns
+    image, label, _ = columns
     if isinstance(label, tuple):
         raise DataError(
             f"tar:{path}: expected one JSON field with a list of classes, got {len(label)} "

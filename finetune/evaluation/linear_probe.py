@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from finetune.errors import DataError
 from finetune.evaluation.metrics import mean_std
 from finetune.log import logger
 from finetune.progress import item_bar
@@ -251,7 +252,11 @@ def probe_logistic_regression(
 
 
 def cross_validate(
-    values_ND: NDArray[np.floating[Any]], labels_N: LabelArray, *, folds: int
+    values_ND: NDArray[np.floating[Any]],
+    labels_N: LabelArray,
+    *,
+    folds: int,
+    groups_N: LabelArray | None = None,
 ) -> dict[str, Any]:
     """Cross-validate logistic regression on standardized features, in stratified folds.
 
@@ -259,20 +264,36 @@ def cross_validate(
         values_ND: features.
         labels_N: class indices; each class has at least `folds` images.
         folds: number of folds, at least 2; the images are shuffled with seed 0.
+        groups_N: group of each image, from 0; a group stays in one fold. None: no groups.
     Returns: a dict with keys "accuracies" (of each fold), "accuracy" (their mean), "std" (their
         sample standard deviation) and "c". All folds have the same C, the value of C_GRID with the
         highest mean accuracy, so the accuracy is slightly optimistic.
+    Raises: DataError if the groups are too few for this number of folds.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.model_selection import GridSearchCV, StratifiedGroupKFold, StratifiedKFold
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    splitter = (StratifiedKFold if groups_N is None else StratifiedGroupKFold)(
+        folds, shuffle=True, random_state=0
+    )
+    parts = []
+    if groups_N is None or len(np.unique(groups_N)) >= folds:
+        parts = list(splitter.split(values_ND, labels_N, groups_N))
+    if not parts or any(
+        len(held_out) == 0 or len(np.unique(labels_N[rest])) < 2 for rest, held_out in parts
+    ):
+        raise DataError(
+            f"--folds {folds}: needs at least that many groups (data.group) in train, and two "
+            "classes outside each fold; use fewer --folds",
+            code="data.too_few_images",
+        )
     search = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(max_iter=MAX_ITERATIONS)),
         {"logisticregression__C": C_GRID},
-        cv=StratifiedKFold(folds, shuffle=True, random_state=0),
+        cv=parts,
         refit=False,
     )
     logger.info(f"cross-validation: {folds} folds of {len(C_GRID)} values of C")

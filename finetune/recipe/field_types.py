@@ -31,6 +31,7 @@ __all__ = [
     "EvalTransformSpec",
     "FiniteFloat",
     "FreezeSetting",
+    "GroupSetting",
     "HubRepository",
     "ImageSize",
     "Integer",
@@ -47,6 +48,7 @@ __all__ = [
     "SelectionMetric",
     "StringList",
     "TrainTransformSpec",
+    "is_group_pattern",
     "parse_number",
 ]
 
@@ -137,6 +139,28 @@ def _check_regexes(value: tuple[str, ...]) -> tuple[str, ...]:
             raise _expected_error(f"regular expressions; '{pattern}' is invalid: {error}") from None
     if not value:
         raise _expected_error("at least one word or regular expression")
+    return value
+
+
+def is_group_pattern(group: str) -> bool:
+    """Whether data.group is a regular expression; otherwise it is the name of a column."""
+    return "(" in group
+
+
+def _check_group(value: str) -> str:
+    if not is_group_pattern(value):
+        return value
+    try:
+        num_groups = re.compile(value).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _expected_error(
+            f"a column, or a regular expression; '{value}' is invalid: {error}"
+        ) from None
+    if num_groups != 1:
+        raise _expected_error(
+            "a column, or a regular expression with the group in one pair of parentheses, such as "
+            r"'(patient\d+)'"
+        )
     return value
 
 
@@ -264,6 +288,7 @@ def _matches(pattern: re.Pattern[str], phrase: str) -> AfterValidator:
 Integer = Annotated[int, BeforeValidator(_parse_integer)]
 FiniteFloat = Annotated[float, BeforeValidator(parse_number)]
 NonEmptyString = Annotated[str, BeforeValidator(_check_non_empty)]
+GroupSetting = Annotated[NonEmptyString, AfterValidator(_check_group)]
 LocalPath = Annotated[  # absolute, so a run finds the file again from any folder
     NonEmptyString, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))
 ]

@@ -25,6 +25,7 @@ from finetune.recipe.field_types import (
     EvalTransformSpec,
     FiniteFloat,
     FreezeSetting,
+    GroupSetting,
     HubRepository,
     ImageSize,
     Integer,
@@ -41,6 +42,7 @@ from finetune.recipe.field_types import (
     SelectionMetric,
     StringList,
     TrainTransformSpec,
+    is_group_pattern,
     parse_number,
 )
 from finetune.source_kinds import streamable_kinds
@@ -300,6 +302,13 @@ class DataSection(Section):
         "json; multilabel: also a list of columns of 0 and 1, one per class; null: found by common "
         "column names, or for multilabel all other columns",
     )
+    group: GroupSetting | None = Field(
+        None,
+        description="images of one group, such as a patient, a camera or a burst, stay together "
+        "when val_fraction is held out; a column of hub:, parquet: and csv: sources, or a regular "
+        "expression that finds the group in the name of an image, in one pair of parentheses, such "
+        r"as (patient\d+)_; images without a group stay single; null: no groups",
+    )
     train: TrainTransformSpec | None = Field(
         None, description="transforms of training images; null: resize | flip"
     )
@@ -397,6 +406,11 @@ class DataSection(Section):
                 "remove the images from the source itself"
             )
             yield "decisions", {"decisions", "streaming"}, problem
+        if is_group_pattern(str(values.get("group") or "")):
+            problem = (
+                "streaming does not read the names of images; give a column, or remove streaming"
+            )
+            yield "group", {"group", "streaming"}, problem
         if values.get("sampling") is not None:
             problem = "streaming reads images in file order; remove sampling or streaming"
             yield "sampling", {"sampling", "streaming"}, problem

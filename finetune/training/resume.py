@@ -172,7 +172,8 @@ def _check_same_run(
         changed_splits = set()
     # Fingerprints of streamed shards do not cover the content of the images.
     if not changed_splits and not setup.source.splits["train"].is_streamed:
-        differences.pop("data.source", None)  # same images in another place
+        for key in ("data.source", "data.decisions"):  # the same data in another place
+            differences.pop(key, None)
     if differences and not (
         set(differences) <= _LENGTH_KEYS and _has_same_lr_so_far(run, setup, record)
     ):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from finetune.evaluation import linear_probe as readout
@@ -244,6 +245,18 @@ def test_cross_validation_equals_a_loop_over_folds() -> None:
     assert result["accuracy"] == pytest.approx(np.mean(result["accuracies"]))
     assert result["std"] == pytest.approx(np.std(result["accuracies"], ddof=1))
     assert 0.3 < result["accuracy"] < 1
+
+
+def test_cross_validation_keeps_groups_together() -> None:
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(40), 5)
+    labels = np.repeat(rng.permutation(np.arange(40) % 2), 5)  # unrelated to the features
+    values = rng.normal(size=(40, 20))[groups] + 0.01 * rng.normal(size=(200, 20))
+    assert cross_validate(values, labels, folds=4)["accuracy"] > 0.8
+    assert cross_validate(values, labels, folds=4, groups_N=groups)["accuracy"] < 0.65
+    for folds, few_groups in ((4, np.arange(200) % 3), (2, labels)):
+        with refused("data.too_few_images", "--folds", "data.group"):
+            cross_validate(values, labels, folds=folds, groups_N=few_groups)
 
 
 class TestSgdHeads:

@@ -1,4 +1,4 @@
-"""A run with decisions: what is recorded, and that each report of a test metric says so."""
+"""A run with decisions and groups: what is recorded, and where the test metrics mention it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from refusals import refused
 from finetune.cli.output import format_results
 from finetune.commands.evaluate import evaluate_model, format_evaluation
 from finetune.commands.probe import format_probe, probe_model
+from finetune.data.from_recipe import open_data
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.run_data import read_run
@@ -73,6 +74,20 @@ def test_a_run_reports_decisions_wherever_it_reports_test_metrics(tmp_path: Path
     published = (run / "model" / "recipe.yaml").read_text()
     assert "decisions: decisions.csv" in published
     assert str(tmp_path) not in published
+
+
+def test_validation_and_folds_keep_groups_together(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(make_recipe(r"data.group='row (\d\d)'", "data.decisions=null"), run)
+    recipe = load_recipe(run / "recipe.yaml")
+    splits = open_data(recipe.data, recipe.run.seed).splits
+    in_train, in_val, in_test = ({*splits[name].groups} for name in ("train", "val", "test"))
+    assert in_train & in_val <= {""}  # rows 0 to 9 have no group
+    assert len(in_val) > 5
+    (warning,) = RunDir(run).read_json("run.json")["leakage"]
+    assert f"{len((in_train & in_test) - {''})} groups" in warning
+    with refused("data.too_few_images", "data.group"):
+        probe_model(str(run), shots=(1,), seeds=1, folds=120)  # 90 groups and 10 single images
 
 
 def test_a_run_leaves_the_test_split_alone_by_default(tmp_path: Path) -> None:

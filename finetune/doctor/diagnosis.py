@@ -37,6 +37,7 @@ from finetune.doctor.label_errors import (
     find_label_errors,
     out_of_fold_probabilities,
 )
+from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, redact_urls
 from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
 from finetune.files import make_writable_folder, write_atomically
@@ -128,6 +129,7 @@ def diagnose(
     write_atomically(folder / "label_scores.csv", _format_scores(images, rows, errors))
     text = json.dumps(diagnosis, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(folder / "doctor.json", text)
+    write_review_page(folder, opened)
     return diagnosis
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import os
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-import jinja2
 
 from finetune.data.source import Split
 from finetune.errors import RecipeError
@@ -32,14 +25,8 @@ from finetune.report.comparison import (
     run_rows,
 )
 from finetune.report.figure_style import to_svg
-from finetune.report.run_data import (
-    SPLIT_NAMES,
-    Run,
-    format_count,
-    format_decimal,
-    format_percent,
-    read_run,
-)
+from finetune.report.html import render_html
+from finetune.report.run_data import SPLIT_NAMES, Run, format_decimal, read_run
 from finetune.report.sections import (
     claim_rows,
     class_columns,
@@ -61,15 +48,10 @@ from finetune.report.thumbnails import (
 
 __all__ = ["write_comparison", "write_report_pages", "write_run_report"]
 
-_VERSION = sys.modules["finetune"].__version__  # avoids a circular import
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 _CALIBRATION_TITLE = "Accuracy by confidence"
 _MAX_MATRIX_WIDTH_PIXELS = 540  # a wider confusion matrix has no diagram next to it
-
-# XML and HTML forbid these, but file names may contain them
-_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{12,}")
 
 
 def write_report_pages(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
@@ -311,35 +293,7 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
     )
 
 
-@functools.cache
-def _jinja_environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("finetune.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "percent": format_percent,
-        "plain": format_decimal,
-        "whole": format_count,
-    }
-    environment.filters["raw"] = lambda value: "" if value is None else value
-    return environment
-
-
 def _render_page(page: Path, template: str, **content: Any) -> Path:
     """Render a template and replace the page atomically."""
-    environment = _jinja_environment()
-    loader = environment.loader
-    assert loader is not None
-    script = loader.get_source(environment, "sort.js")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    html = environment.get_template(template).render(
-        script=script, script_hash=f"sha256-{digest}", version=_VERSION, **content
-    )
-    html = _HUB_TOKEN.sub("hf_…", _CONTROL_CHARACTERS.sub("\ufffd", html))
-    # escape names that are not valid Unicode
-    write_atomically(page, html.encode("utf-8", "backslashreplace").decode())
+    write_atomically(page, render_html(template, script="sort.js", **content))
     return page

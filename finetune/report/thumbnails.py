@@ -23,6 +23,7 @@ from finetune.report.run_data import SPLIT_NAMES, Run
 __all__ = [
     "class_thumbnails",
     "denormalize",
+    "encode_thumbnail",
     "mistake_rows",
     "no_mistakes_reason",
     "open_reported_split",
@@ -150,18 +151,25 @@ def _thumbnail(
 
 
 def to_data_uri(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> str:
-    """Encode an image as a data URI: PNG below 96 pixels, else JPEG, which is 10x smaller.
+    """Encode an image as a data URI, see `encode_thumbnail`."""
+    body, media_type = encode_thumbnail(pixels_HWC, max_side=max_side)
+    return f"data:{media_type};base64,{base64.b64encode(body).decode()}"
+
+
+def encode_thumbnail(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> tuple[bytes, str]:
+    """Encode an image: PNG below 96 pixels, else JPEG, which is 10x smaller.
 
     Args:
         pixels_HWC: an RGB image, uint8.
         max_side: maximum longer side in pixels; a larger image is scaled down.
+    Returns: the file's bytes, and its media type.
     """
     image = Image.fromarray(pixels_HWC)
     kind = "png" if max(image.size) < _PIXELATED_BELOW_PIXELS else "jpeg"
     image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
     image.save(stream, kind, optimize=True, quality=85)  # PNG ignores the quality
-    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return stream.getvalue(), f"image/{kind}"
 
 
 def denormalize(

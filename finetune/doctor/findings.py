@@ -1,0 +1,289 @@
+"""Read `doctor.json`, and describe each finding as the review page shows it."""
+
+# E label errors
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
+
+from finetune.data.source import Source, Split
+from finetune.errors import DataError, redact_urls
+from finetune.files import open_regular_file
+
+__all__ = ["DIAGNOSIS_FILE", "KINDS", "Findings", "class_key", "read_findings"]
+
+DIAGNOSIS_FILE = "doctor.json"
+NEIGHBORS_FILE = "neighbors.npz"
+# the sections of the page, in their order
+KINDS = {
+    "label_errors": "Label errors",
+    "leaks": "Leaks",
+    "duplicates": "Duplicates",
+    "groups": "Groups",
+    "outliers": "Outliers",
+    "class_problems": "Classes",
+}
+_MAX_BYTES = 2**30
+_EXAMPLES_PER_CLASS = 4
+
+_Label = str | list[str]
+_Index = Annotated[int, Field(ge=0)]
+
+
+class _Image(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    split: str
+    index: _Index
+    path: str
+    digest: NotRequired[str | None]
+    suggested: NotRequired[_Label]
+    reason: NotRequired[str]
+    score: NotRequired[FiniteFloat]
+
+
+class _ClassProblem(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    kind: str
+    classes: Annotated[list[str], Field(min_length=1, max_length=2)]
+    score: FiniteFloat
+    images: _Index
+
+
+class _Split(TypedDict):
+    images: _Index
+    fingerprint: str
+
+
+class _Diagnosis(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    splits: dict[str, _Split]
+    label_errors: list[_Image]
+    duplicates: list[list[_Image]]
+    leaks: list[list[_Image]]
+    outliers: list[_Image]
+    class_problems: list[_ClassProblem]
+    groups: NotRequired[list[list[_Image]]]
+    expected: dict[str, dict[str, FiniteFloat]]
+
+
+_ADAPTER = TypeAdapter(_Diagnosis)
+
+
+class Findings:
+    """The findings of one diagnosis.
+
+    An image is named by its key, such as "train/17". What is decided has a key as well: that of an
+    image, or the classes of a class problem as JSON.
+
+    Attributes:
+        source: the diagnosed dataset.
+        expected: the expected number of true problems of each kind, with its interval.
+        images: the images of all findings by key, with split, index, path and digest.
+        keys: for each kind of finding, the keys to decide for each finding, surest first.
+    """
+
+    def __init__(
+        self, source: Source, diagnosis: _Diagnosis, neighbors: Mapping[str, NDArray[np.int64]]
+    ) -> None:
+        self.source = source
+        self.expected = diagnosis["expected"]
+        self.images: dict[str, _Image] = {}
+        self.keys: dict[str, list[list[str]]] = {}
+        self._found: dict[str, Sequence[Any]] = {}
+        self._neighbors = neighbors
+        self._class_index = {name: index for index, name in enumerate(source.class_names)}
+        for kind in KINDS:
+            found: Sequence[Any] = diagnosis.get(kind, [])  # type: ignore[assignment]
+            if kind in ("label_errors", "outliers"):
+                groups = [[image] for image in found]
+            elif kind == "class_problems":
+                groups = [[problem] for problem in found]
+            else:
+                groups = list(found)
+            self._found[kind] = groups
+            self.keys[kind] = [[self._add(each) for each in group] for group in groups]
+
+    def _add(self, image: Any) -> str:
+        """Register an image. Returns: its key, or that of a class problem."""
+        if "classes" in image:
+            if unknown := set(image["classes"]) - self._class_index.keys():
+                raise ValueError(f"the classes {sorted(unknown)} are not in the data")
+            return class_key(image["classes"])
+        if image["index"] >= len(self.source.splits[image["split"]]):
+            raise ValueError(f"{image['split']} has no image {image['index']}")
+        key = f"{image['split']}/{image['index']}"
+        self.images.setdefault(key, image)
+        return key
+
+    def describe(self, kind: str, start: int, stop: int) -> list[dict[str, Any]]:
+        """Describe some findings of a kind, as JSON values for the page.
+
+        Returns: dicts with the keys "images" (dicts with key, path and given label), "examples"
+            (pairs of a class and the keys of images to compare with), "suggested", "score",
+            "reason", "classes" with their "sizes" in images, and "count"; those that do not apply
+            are missing.
+        """
+        numbered = enumerate(self._found[kind][start:stop], start)
+        return [self._describe(kind, number, group) for number, group in numbered]
+
+    def _describe(self, kind: str, number: int, group: Sequence[Any]) -> dict[str, Any]:
+        first = group[0]
+        if kind == "class_problems":
+            return {
+                "images": [],
+                "reason": first["kind"],
+                "classes": first["classes"],
+                "score": first["score"],
+                "count": first["images"],
+                "sizes": [
+                    sum(len(self._indices_of(split, name)) for split in self.source.splits.values())
+                    for name in first["classes"]
+                ],
+                "examples": [[name, self._class_examples(name)] for name in first["classes"]],
+            }
+        images = [
+            {"key": key, "path": image["path"], "given": self.given_label(key)}
+            for key, image in zip(self.keys[kind][number], group, strict=True)
+        ]
+        finding = {"images": images, "examples": []}
+        finding |= {key: first[key] for key in ("score", "reason") if key in first}
+        if kind == "label_errors":
+            finding["suggested"] = _join_labels(first["suggested"])
+            labels = {"given": images[0]["given"], "suggested": finding["suggested"]}
+            finding["examples"] = [
+                [label, [self._row_key(row) for row in self._neighbors[key][number] if row >= 0]]
+                for key, label in labels.items()
+                if key in self._neighbors
+            ]
+        return finding
+
+    def given_label(self, key: str) -> str:
+        """Return the label of an image in the source; several are joined by |."""
+        split, index = self.locate(key)
+        classes = self.source.splits[split].class_indices(index)
+        return _join_labels([self.source.class_names[number] for number in classes])
+
+    def locate(self, key: str) -> tuple[str, int]:
+        """Return split and index of an image of the source.
+
+        Raises: KeyError if the source has no such image.
+        """
+        split, _, index = key.partition("/")
+        if not index.isdecimal() or int(index) >= len(self.source.splits[split]):
+            raise KeyError(key)
+        return split, int(index)
+
+    def _row_key(self, row: int) -> str:
+        """Return the key of a row of all splits, one after the other."""
+        for name, split in self.source.splits.items():
+            if row < len(split):
+                return f"{name}/{row}"
+            row -= len(split)
+        raise ValueError(f"{NEIGHBORS_FILE} has a row that is not in the data")
+
+    def _class_examples(self, name: str) -> list[str]:
+        """Return keys of images of a class, from all over the first split that has it."""
+        for split in self.source.splits.values():
+            indices = self._indices_of(split, name)
+            if len(indices):
+                chosen = np.linspace(0, len(indices) - 1, _EXAMPLES_PER_CLASS).round().astype(int)
+                return [f"{split.name}/{index}" for index in np.unique(indices[chosen])]
+        return []
+
+    def _indices_of(self, split: Split, name: str) -> NDArray[np.int64]:
+        """Return the indices of the images of a class."""
+        number = self._class_index[name]
+        has_class = split.labels[:, number] if split.is_multilabel else split.labels == number
+        return np.flatnonzero(has_class)
+
+
+def class_key(classes: Sequence[str]) -> str:
+    """Return the key of a class problem."""
+    return json.dumps(list(classes), ensure_ascii=False)
+
+
+def _join_labels(label: _Label) -> str:
+    """Join the labels of a multi-label image, as a file of decisions has them."""
+    if isinstance(label, str):
+        return label
+    return "|".join(label) or "[]"
+
+
+def read_findings(folder: Path, source: Source) -> Findings:
+    """Read the findings that `finetune data doctor` wrote.
+
+    Args:
+        folder: the folder with doctor.json.
+        source: the dataset, as it is now.
+    Raises: DataError if the file is missing or damaged, or is about other data.
+    """
+    file = folder / DIAGNOSIS_FILE
+    name = redact_urls(source.name)
+    again = f"run it again: finetune data doctor {name}"
+    try:
+        with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
+            diagnosis = _ADAPTER.validate_json(stream.read())
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{file}: no such file; find the problems first: finetune data doctor {name}",
+            code="data.not_found",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{file}: cannot be read ({_first_line(error)}); {again}", code="data.damaged"
+        ) from error
+    now = {name: split.fingerprint for name, split in source.splits.items()}
+    then = {name: split["fingerprint"] for name, split in diagnosis["splits"].items()}
+    if now != then:
+        changed = sorted(split for split in now.keys() | then if now.get(split) != then.get(split))
+        raise DataError(
+            f"{file}: is about other images or labels than {name} has now (splits: "
+            f"{', '.join(changed)}); {again}",
+            code="data.changed",
+        )
+    try:
+        num_rows = sum(map(len, source.splits.values()))
+        num_errors = len(diagnosis["label_errors"])
+        neighbors = _read_neighbors(folder / NEIGHBORS_FILE, num_errors, num_rows)
+        return Findings(source, diagnosis, neighbors)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{folder}: the findings are damaged ({_first_line(error)}); {again}",
+            code="data.damaged",
+        ) from error
+
+
+def _read_neighbors(file: Path, num_errors: int, num_rows: int) -> dict[str, NDArray[np.int64]]:
+    """Read the rows of the images nearest to each label error, -1 for none.
+
+    Returns: "given" and "suggested", (E, 4) each; empty without the file.
+    """
+    if not file.exists():
+        return {}
+    with np.load(file, allow_pickle=False) as arrays:
+        neighbors = {key: np.asarray(arrays[key], np.int64) for key in ("given", "suggested")}
+    if any(
+        rows.ndim != 2 or len(rows) != num_errors or (rows >= num_rows).any()
+        for rows in neighbors.values()
+    ):
+        raise ValueError(f"{file.name} is about other findings than {DIAGNOSIS_FILE}")
+    return neighbors
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(getattr(error, "strerror", None) or error).partition("\n")[0][:200]

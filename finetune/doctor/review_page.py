@@ -1,0 +1,165 @@
+"""doctor.html: the surest findings of each kind on one self-contained page, to look at and decide.
+
+The page and the one that `review_server.py` serves have the same templates. Here, the JSON in the
+page has the findings and their pictures, and the browser saves the decisions as a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.data.source import Source
+from finetune.doctor.findings import KINDS, Findings, class_key, read_findings
+from finetune.errors import FinetuneError, redact_urls
+from finetune.files import write_atomically
+from finetune.progress import item_bar
+from finetune.report.html import render_html
+from finetune.report.thumbnails import to_data_uri
+
+__all__ = ["DECISIONS_FILE", "PAGE_FILE", "render_review", "write_review_page"]
+
+PAGE_FILE = "doctor.html"
+DECISIONS_FILE = "decisions.csv"
+_MAX_FINDINGS = 50  # of each kind; with pictures they take about 5 MB
+_MAX_GROUP = 12  # images of a group
+_PICTURE_PIXELS = 384  # longer side
+_GROUP_PIXELS = 256
+_EXAMPLE_PIXELS = 96
+
+
+def write_review_page(folder: Path, source: Source) -> Path:
+    """Write doctor.html beside doctor.json.
+
+    Args:
+        folder: the folder of doctor.json.
+        source: the diagnosed dataset.
+    Returns: path of the page.
+    Raises: DataError if doctor.json cannot be used, see `read_findings`.
+    """
+    findings = read_findings(folder, source)
+    shown = {kind: findings.describe(kind, 0, _MAX_FINDINGS) for kind in KINDS}
+    for kind in ("leaks", "duplicates", "groups"):
+        # a group is decided as a whole, so part of it is of no use
+        shown[kind] = [group for group in shown[kind] if len(group["images"]) <= _MAX_GROUP]
+    sides: dict[str, int] = {}
+    for finding in itertools.chain.from_iterable(shown.values()):
+        for _, keys in finding["examples"]:
+            sides |= {key: max(_EXAMPLE_PIXELS, sides.get(key, 0)) for key in keys}
+        side = _PICTURE_PIXELS if len(finding["images"]) == 1 else _GROUP_PIXELS
+        sides |= {
+            image["key"]: max(side, sides.get(image["key"], 0)) for image in finding["images"]
+        }
+    keys = {image["key"] for group in shown.values() for one in group for image in one["images"]}
+    embedded = {
+        "findings": shown,
+        "pictures": _picture_uris(findings, sides),
+        "images": {
+            key: {
+                **{name: findings.images[key].get(name) for name in _IMAGE_COLUMNS},
+                "given": findings.given_label(key),
+            }
+            for key in keys
+        },
+    }
+    write_atomically(folder / PAGE_FILE, render_review(findings, folder, embedded=embedded))
+    return folder / PAGE_FILE
+
+
+_IMAGE_COLUMNS = ("split", "index", "path", "digest")
+
+
+def _picture_uris(findings: Findings, sides: Mapping[str, int]) -> dict[str, str]:
+    """Encode pictures. Returns: data URIs by key, empty for images that cannot be read."""
+    uris = {}
+    with item_bar(len(sides), label="pictures") as bar:
+        for key, side in sides.items():
+            split, index = findings.locate(key)
+            try:
+                pixels_HWC = findings.source.splits[split].decode(index)
+                uris[key] = to_data_uri(pixels_HWC, max_side=side)
+            except FinetuneError:
+                uris[key] = ""
+            bar.update(1)
+    return uris
+
+
+def render_review(
+    findings: Findings,
+    folder: Path,
+    *,
+    decisions: Mapping[str, Any] | None = None,
+    sources: str = "img-src data:",
+    embedded: Mapping[str, Any] | None = None,
+) -> str:
+    """Render the review page.
+
+    Args:
+        findings: the findings.
+        folder: where decisions.csv is, or will be.
+        decisions: earlier decisions by key.
+        sources: what the page may load, see `render_html`.
+        embedded: for the static page: "findings" by kind, "pictures" and "images" by key.
+    Returns: the page.
+    """
+    source = redact_urls(findings.source.name)
+    decisions_file = folder / DECISIONS_FILE if not embedded else Path(DECISIONS_FILE)
+    fingerprints = [split.fingerprint for split in findings.source.splits.values()]
+    kinds = []
+    for kind, title in KINDS.items():
+        if kind == "groups" and not findings.keys[kind]:
+            continue  # only with data.group
+        keys, left_out = findings.keys[kind], ""
+        if embedded:
+            shown = embedded["findings"][kind]
+            keys = [_keys_of(finding) for finding in shown]
+            if num_left := len(findings.keys[kind]) - len(keys):
+                left_out = (
+                    f"The {len(keys)} surest are on this page; all {num_left + len(keys):,} with: "
+                    f"finetune data doctor {shlex.quote(source)} --review"
+                )
+        kinds.append(
+            {
+                "name": kind,
+                "title": title,
+                "keys": keys,
+                "expected": _describe_expected(findings.expected.get(kind, {})),
+                "left_out": left_out,
+            }
+        )
+    data = {
+        "id": hashlib.sha256("".join(fingerprints).encode()).hexdigest()[:16],
+        "source": source,
+        "classes": findings.source.class_names,
+        "multilabel": any(split.is_multilabel for split in findings.source.splits.values()),
+        "kinds": kinds,
+        "decisions": dict(decisions or {}),
+        "decisions_file": str(decisions_file),
+        "command": shlex.join(["finetune", "train", source, f"data.decisions={decisions_file}"]),
+        **(embedded or {"findings": None, "pictures": None}),
+    }
+    return render_html(
+        "review.html",
+        script="review.js",
+        package="finetune.doctor",
+        sources=sources,
+        title=f"Review of {source}",
+        data=data,
+    )
+
+
+def _keys_of(finding: Mapping[str, Any]) -> list[str]:
+    """Return what is to be decided about a finding."""
+    return [image["key"] for image in finding["images"]] or [class_key(finding["classes"])]
+
+
+def _describe_expected(expected: Mapping[str, float]) -> str:
+    """Describe how many findings of a kind are expected to be true problems."""
+    if "count" not in expected:
+        return ""
+    low, high = expected.get("low", expected["count"]), expected.get("high", expected["count"])
+    return f"About {expected['count']:,.0f} are expected ({low:,.0f} to {high:,.0f})."

@@ -1,0 +1,104 @@
+"""doctor.html in Chromium, and its content."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_server import browser
+from doctor_findings import write_findings
+from small_datasets import write_image_folder
+
+from finetune.data.open_source import open_source
+from finetune.data.source import Source
+from finetune.doctor.review_page import write_review_page
+
+NAMES = ["<img src=x onerror=document.title='broken'>", "${1+1} & {{7*7}}", "שלום"]
+
+RIGHT_EDGE = """Math.max(
+    ...[...document.querySelectorAll("#finding *")].map((one) => one.getBoundingClientRect().right)
+)"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    counts = {f"{split}/{name}": 3 for split in ("train", "test") for name in NAMES}
+    return open_source(write_image_folder(tmp_path_factory.mktemp("photos"), counts))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Path:
+    folder = tmp_path_factory.mktemp("doctor")
+    write_findings(folder, source, num_errors=60)
+    return write_review_page(folder, source)
+
+
+def embedded_data(page: Path) -> dict[str, Any]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    assert match
+    data: dict[str, Any] = json.loads(match[1])
+    return data
+
+
+def test_surest_findings_have_pictures_and_the_others_are_counted(page: Path) -> None:
+    data = embedded_data(page)
+    errors, *others = data["kinds"]
+    assert len(errors["keys"]) == len(data["findings"]["label_errors"]) == 50
+    assert "60" in errors["left_out"]
+    assert not any(kind["left_out"] for kind in others)
+    shown = {
+        key
+        for found in data["findings"].values()
+        for one in found
+        for keys in ([image["key"] for image in one["images"]], *(k for _, k in one["examples"]))
+        for key in keys
+    }
+    assert data["pictures"].keys() == shown
+    assert all(uri.startswith("data:image/png;base64,") for uri in data["pictures"].values())
+
+
+def test_page_loads_nothing(page: Path) -> None:
+    html = page.read_text()
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha" in html
+    assert not re.search(r"""(src|href)=["'](?!data:)""", html)
+    assert "<img src=x" not in html
+
+
+def test_unreadable_image_has_no_picture(tmp_path: Path) -> None:
+    folder = write_image_folder(
+        tmp_path / "photos", {"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 1}
+    )
+    (tmp_path / "photos/train/b/1.png").write_bytes(b"no image")
+    source = open_source(folder)
+    write_findings(tmp_path, source, num_errors=1)
+    pictures = embedded_data(write_review_page(tmp_path, source))["pictures"]
+    assert pictures["train/3"] == ""
+    assert pictures["train/0"]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_in_a_browser(chromium: Any, page: Path, width: int) -> None:
+    context = chromium.new_context(viewport={"width": width, "height": 800})
+    tab, problems = context.new_page(), []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("request", lambda sent: sent.url[:5] in ("file:", "data:") or problems.append(sent.url))
+    tab.goto(page.as_uri())
+    for number in range(5):
+        tab.locator("#kinds button").nth(number).click()
+        assert tab.locator("#finding h2").is_visible()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate(RIGHT_EDGE) <= width
+    assert tab.title() == f"Review of {embedded_data(page)['source']}"
+    assert problems == []
+    context.close()

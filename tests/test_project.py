@@ -25,7 +25,18 @@ TEST_COMMAND = 'pip install ".[test]" && python -m pytest'
 ORDER = (
     *("errors", "ranks", "process_lifecycle", "log", "formatting", "files", "cache", "progress"),
     *("host_resources", "model_checksums", "precision", "source_kinds"),
-    *("hub", "transforms", "recipe", "models", "data", "run", "evaluation", "report", "publish"),
+    *(
+        "web",
+        "hub",
+        "transforms",
+        "recipe",
+        "models",
+        "data",
+        "run",
+        "evaluation",
+        "report",
+        "publish",
+    ),
     *("training", "inference", "bench", "commands", "doctor", "demo", "cli", "__main__"),
 )
 ACCELERATE_ALLOWED = {"training"}  # packages

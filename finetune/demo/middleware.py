@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.demo.uploads import list_files, remove_oldest_files
 from finetune.log import warn_once
+from finetune.web.access import is_cross_origin
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["DemoMiddleware", "is_cross_origin"]
+__all__ = ["DemoMiddleware"]
 
 _UPLOAD = "/gradio_api/upload"
 # Other functions of Gradio, such as component servers and direct calls, are not needed.
@@ -187,20 +188,3 @@ def _text_response(refused: _RequestRefused) -> ASGIApp:
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse(f"{refused}\n", refused.status)
-
-
-def is_cross_origin(headers: Mapping[str, str]) -> bool:
-    """Return True if a browser sends this request from a page of another origin.
-
-    The header Sec-Fetch-Site decides: current browsers send it to https and loopback servers, also
-    from within a frame. Without it, the host in Origin must equal Host. Clients other than browsers
-    send neither header.
-
-    Args:
-        headers: the request headers, with lower-case names.
-    Source: Go, net/http, CrossOriginProtection.
-    """
-    if site := headers.get("sec-fetch-site"):
-        return site not in ("same-origin", "none")
-    origin = headers.get("origin")
-    return origin is not None and origin.partition("://")[2] != headers.get("host")

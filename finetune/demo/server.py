@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,19 +12,19 @@ import torch
 
 from finetune import process_lifecycle
 from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
-from finetune.demo.connections import ConnectionLimits, limit_log_rate
 from finetune.demo.middleware import DemoMiddleware
 from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
 from finetune.demo.uploads import temporary_workspace
 from finetune.errors import SetupError
 from finetune.inference import Classifier
 from finetune.log import logger
+from finetune.web.access import is_loopback, resolve_port, trusted_hosts
+from finetune.web.connections import ConnectionLimits, limit_log_rate
 
 __all__ = ["MAX_UPLOAD_MB", "run_server", "serve"]
 
 MAX_UPLOAD_MB = 10
 _MAX_TOTAL_UPLOAD_MB = 200
-_MAX_PORT = 65535
 # set explicitly, because Gradio's environment variables could enable these features
 _DISABLED_FEATURES = dict.fromkeys(
     ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
@@ -57,13 +54,13 @@ def serve(
     Raises: SetupError if Gradio is not installed, or if listening or sharing fails.
     """
     import_gradio()
-    port = _resolve_port(host, port)
+    port = resolve_port(host, port)
     classifier = Classifier.load(model, device=device)
     with temporary_workspace() as workspace:
         content = PageContent(
             title=model_title(model),
             facts=summarize_model(model, classifier),
-            notes=[_PRIVACY_NOTE] if _is_loopback(host) and not share else [],
+            notes=[_PRIVACY_NOTE] if is_loopback(host) and not share else [],
             examples=copy_example_images(model, workspace / "examples"),
         )
         app = build_app(classifier, content)
@@ -138,17 +135,12 @@ def run_server(
 
 
 def _build_middleware(app: Any, workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:
-    """Build the middleware; for a loopback `host`, it refuses requests under any other host name.
-
-    Such a name may be the domain of a foreign page that resolves to this machine (DNS rebinding).
-    """
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    hosts = ["localhost", "127.0.0.1", "[::1]", host] if host and _is_loopback(host) else ["*"]
     space_host = os.environ.get("SPACE_HOST") if is_space else None
     return [
-        Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+        Middleware(TrustedHostMiddleware, allowed_hosts=trusted_hosts(host)),
         Middleware(
             DemoMiddleware,
             upload_folder=workspace / "uploads",
@@ -172,42 +164,3 @@ def _close_server(app: Any) -> None:
     # otherwise uvicorn logs every open page
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     app.close(verbose=False)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
-
-
-def _resolve_port(host: str, port: int) -> int:
-    """Check that the port is free, before the slow loading of the weights.
-
-    Returns: the port; for port 0, a free port.
-    Raises: SetupError if the server cannot listen there.
-    """
-    try:
-        return _try_bind(host, port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise SetupError(
-                f"--host {host} --port {port}: cannot listen ({error.strerror or error}); "
-                "choose another, such as --host 127.0.0.1 --port 7860",
-                code="setup.wrong_address",
-            ) from error
-    for free_port in range(port + 1, min(port + 100, _MAX_PORT) + 1):
-        with contextlib.suppress(OSError):
-            _try_bind(host, free_port)
-            raise SetupError(
-                f"--port {port}: this port is in use by another program; try --port {free_port}",
-                code="setup.in_use",
-            )
-    raise SetupError(
-        f"--port {port}: this port is in use by another program; choose another with --port",
-        code="setup.in_use",
-    )
-
-
-def _try_bind(host: str, port: int) -> int:
-    address = host.strip("[]")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, port), family=family) as server:
-        return int(server.getsockname()[1])

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("starlette", reason="Gradio is not installed: pip install '.[demo]'")
 
-from finetune.demo.middleware import DemoMiddleware, is_cross_origin
+from finetune.demo.middleware import DemoMiddleware
+from finetune.web.access import is_cross_origin
 
 
 class RecordingApp:

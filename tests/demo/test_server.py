@@ -29,8 +29,8 @@ from PIL import Image
 from refusals import refused
 
 from finetune.demo import server as serve_module
-from finetune.demo.connections import MAX_CONNECTIONS
 from finetune.demo.server import serve
+from finetune.web.connections import MAX_CONNECTIONS
 
 
 @pytest.fixture

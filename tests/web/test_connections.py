@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from finetune.demo import connections
-from finetune.demo.connections import ConnectionLimits, limit_log_rate
+from finetune.web import connections
+from finetune.web.connections import ConnectionLimits, limit_log_rate
 
 uvicorn = pytest.importorskip("uvicorn", reason="Gradio is not installed: pip install '.[demo]'")
 

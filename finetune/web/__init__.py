@@ -1,0 +1,1 @@
+"""Servers on this machine: which requests they accept."""

@@ -221,7 +221,7 @@ def transformers_classifier(pretrained: bool = False, **kwargs: Any) -> Transfor
 def _resize_position_embeddings(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Resize position embeddings as transformers does: bicubic, without antialiasing.
 
-    Their shape is (1, N, D) or (N, D), with N = 0 to 2 prefix tokens + the patches of a square grid.
+    Their shape is (1, N, D) or (N, D), with N = 0 to 2 prefix tokens + the patches of a square.
     """
     own = model.state_dict()
     for name, tensor in state.items():

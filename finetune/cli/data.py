@@ -20,7 +20,7 @@ multilabel_option = click.option(
 
 @click.group("data", cls=CommandGroup)
 def data() -> None:
-    """Show a dataset's classes, and find unreadable images, wrong labels and duplicates."""
+    """Show classes; find wrong labels, duplicates and bad images."""
 
 
 @command("info", example="finetune data info photos --sheet photos.png")

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.encoded_images import EncodedImages
-from finetune.data.fingerprint import compute_digests, compute_fingerprint
+from finetune.data.fingerprint import (
+    compute_digests,
+    compute_fingerprint,
+    compute_unordered_fingerprint,
+)
 from finetune.data.stat_signatures import are_settled
 from finetune.data.streaming.streamed_images import StreamedImages
 from finetune.errors import DataError
@@ -171,3 +175,15 @@ class Source:
     description: str
     indicator_columns: tuple[str, ...] = ()
     decisions: DecisionSummary | None = None
+
+    def train_val_fingerprint(self) -> str | None:
+        """Return a fingerprint of train and val together, the same for each seed that splits them.
+
+        None for streamed images, which have no digests.
+        """
+        splits = [self.splits[name] for name in ("train", "val") if name in self.splits]
+        if any(split.is_streamed for split in splits):
+            return None
+        digests_N16 = np.concatenate([split.digests for split in splits])
+        labels_N = np.concatenate([split._label_hashes for split in splits])
+        return compute_unordered_fingerprint(digests_N16, labels_N)

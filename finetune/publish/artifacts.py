@@ -20,10 +20,9 @@ from finetune.files import file_sha256
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.model_card import CardContent, render_adapter_card, render_card
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import training_keys_without_seed
 from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
-from finetune.run.record import read_recipe, read_record
+from finetune.run.record import read_recipe, read_record, training_identity
 
 __all__ = [
     "PUBLISHED_ADAPTER_FILES",
@@ -205,8 +204,11 @@ def _publishable_image_name(name: str) -> str:
 def _results_by_seed(
     run: RunDir, recipe: Recipe, results: Mapping[str, Any]
 ) -> list[tuple[int, Mapping[str, Any]]]:
-    """Collect (seed, results) of this run and of sibling runs that differ only in the seed."""
-    own_recipe = training_keys_without_seed(recipe)
+    """Collect (seed, results) of this run and of sibling runs that differ only in the seed.
+
+    Runs with other images or other pretrained weights are no siblings.
+    """
+    own_identity = training_identity(recipe, read_record(run))
     by_seed = {recipe.run.seed: results}
     try:
         siblings = sorted(run.path.resolve().parent.iterdir())
@@ -218,9 +220,10 @@ def _results_by_seed(
             if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
                 continue
             recipe_of_sibling = read_recipe(sibling)
+            record = read_record(sibling)
             if (
-                training_keys_without_seed(recipe_of_sibling) != own_recipe
-                or read_record(sibling).get("status") != "done"
+                training_identity(recipe_of_sibling, record) != own_identity
+                or record.get("status") != "done"
             ):
                 continue
             sibling_results = sibling.read_json("results.json")

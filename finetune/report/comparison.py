@@ -32,6 +32,7 @@ from finetune.report.sections import (
     training_images_per_second,
     training_seconds,
 )
+from finetune.run.record import training_identity
 
 __all__ = [
     "RecipeGroup",
@@ -83,11 +84,14 @@ class RecipeGroup:
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[RecipeGroup]:
-    """Group runs whose recipes differ only in the seed; keeps the order of the runs."""
+    """Group runs that differ only in the seed; keeps the order of the runs.
+
+    Runs with other images or other pretrained weights are in another group.
+    """
     by_recipe: dict[str, list[Run]] = {}
     for run in runs:
-        recipe = json.dumps(training_keys_without_seed(run.recipe), sort_keys=True, default=str)
-        by_recipe.setdefault(recipe, []).append(run)
+        identity = training_identity(run.recipe, run.record)
+        by_recipe.setdefault(json.dumps(identity, sort_keys=True), []).append(run)
     recipe_groups = [
         RecipeGroup(_common_name([run.name for run in group_runs]), group_runs)
         for group_runs in by_recipe.values()

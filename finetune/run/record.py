@@ -11,7 +11,11 @@ from finetune.errors import CheckpointError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import changed_training_keys, training_keys
+from finetune.recipe.training_keys import (
+    changed_training_keys,
+    training_keys,
+    training_keys_without_seed,
+)
 from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
@@ -22,6 +26,7 @@ __all__ = [
     "read_recipe",
     "read_record",
     "record_status",
+    "training_identity",
     "write_record",
 ]
 
@@ -79,6 +84,27 @@ def load_run_recipe(run: str | Path) -> Recipe | None:
 def write_record(run: RunDir, record: RunRecord) -> None:
     """Write run.json atomically."""
     run.write_json("run.json", dict(record))
+
+
+def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two runs have in common if only their seeds differ: recipe, weights and data.
+
+    Args:
+        recipe: the recipe of the run.
+        record: the content of run.json.
+    """
+    section, splits = recipe.data, dict(record.get("split_fingerprints", {}))
+    if section.split_seed is None:  # then run.seed draws the subsets and the validation split
+        drawn = {"train", "val"} | ({"test"} if section.num_test else set())
+        splits = {name: value for name, value in splits.items() if name not in drawn}
+        if not (section.num_train or section.num_val or section.long_tail):
+            splits["train and val"] = record.get("train_val_fingerprint")
+    return {
+        "recipe": training_keys_without_seed(recipe),
+        "data": splits,
+        "weights": [record.get("weights_sha256"), record.get("preprocessing")],
+        "teacher": record.get("teacher", {}).get("sha256"),
+    }
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

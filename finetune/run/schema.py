@@ -84,6 +84,7 @@ class RunRecord(TypedDict, total=False):
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
+    train_val_fingerprint: str | None  # the same if only the seed that splits them differs
     leakage: list[str]  # result of `find_train_leakage`
     decisions: DecisionsRecord  # only with `data.decisions`
     weights_sha256: str | None  # sha256 of the weights file that training started from

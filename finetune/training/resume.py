@@ -106,6 +106,7 @@ def start_or_resume(
         **collect_environment(setup.device, num_processes),
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
         "split_fingerprints": fingerprints,
+        "train_val_fingerprint": setup.source.train_val_fingerprint(),
         "weights_sha256": setup.built.provenance.get("sha256"),
         "preprocessing": _preprocessing_entry(setup),
     }

@@ -54,6 +54,16 @@ def test_hold_out_validation_is_determined_by_the_seed() -> None:
     assert rows(0)[:6] == [2, 3, 11, 13, 20, 55]
 
 
+def test_train_val_fingerprint_does_not_depend_on_the_seed() -> None:
+    source = open_source("embedded:digits")
+    first, second = (hold_out_validation(source, 0.2, seed) for seed in (0, 1))
+    assert first.splits["val"].fingerprint != second.splits["val"].fingerprint
+    assert first.train_val_fingerprint() == second.train_val_fingerprint()
+    labels = first.splits["val"].labels
+    labels[:2] = labels[[1, 0]]
+    assert first.train_val_fingerprint() != second.train_val_fingerprint()
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_warns_of_the_cost_of_validation_for_a_streamed_dataset(
     tmp_path: Path, streaming: bool, caplog: pytest.LogCaptureFixture

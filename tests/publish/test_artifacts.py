@@ -68,6 +68,17 @@ def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:
     assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
 
+def test_rewrite_ignores_runs_with_other_pretrained_weights(runs: Path) -> None:
+    path = runs / "b" / "run.json"
+    text = path.read_text()
+    path.write_text(json.dumps({**json.loads(text), "weights_sha256": "0" * 64}))
+    try:
+        rewrite_artifacts(RunDir(runs / "a"))
+    finally:
+        path.write_text(text)
+    assert "mean ± std" not in (runs / "a" / "model" / "README.md").read_text()
+
+
 def test_rewrite_ignores_a_damaged_neighboring_run(runs: Path) -> None:
     broken = runs / "broken"
     shutil.copytree(runs / "b", broken)

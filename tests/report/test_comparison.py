@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_runs import run_results, split_results, write_and_read_run
+from report_runs import run_results, split_results, write_and_read_run, write_run_dir
 
 from finetune.report.comparison import (
     claim_comparison_rows,
@@ -14,7 +16,7 @@ from finetune.report.comparison import (
     run_rows,
     unique_run_names,
 )
-from finetune.report.run_data import Run
+from finetune.report.run_data import Run, read_run
 
 
 @pytest.fixture
@@ -49,6 +51,34 @@ class TestGroupByRecipe:
             "x/run",
             "y/run",
         ]
+
+    @pytest.mark.parametrize(
+        "override, keys, num_groups",
+        [
+            ("split_seed=null", {"weights_sha256": "b"}, 2),
+            ("split_seed=null", {"split_fingerprints": {"train": "b", "test": "a"}}, 1),
+            ("split_seed=null", {"train_val_fingerprint": "b"}, 2),
+            ("split_seed=null", {"split_fingerprints": {"train": "a", "test": "b"}}, 2),
+            ("split_seed=0", {"split_fingerprints": {"train": "b", "test": "a"}}, 2),
+            ("num_test=20", {"split_fingerprints": {"train": "b", "test": "b"}}, 1),
+            ("num_train=200", {"train_val_fingerprint": "b"}, 1),
+        ],
+    )
+    def test_seeds_of_other_weights_or_images_are_another_group(
+        self, override: str, keys: dict[str, Any], num_groups: int, tmp_path: Path
+    ) -> None:
+        same = {
+            "split_fingerprints": {"train": "a", "test": "a"},
+            "train_val_fingerprint": "a",
+            "weights_sha256": "a",
+        }
+        runs = []
+        for seed, changes in enumerate(({}, keys)):
+            path = write_run_dir(tmp_path / f"{seed}", f"data.{override}", f"run.seed={seed}")
+            record = json.loads((path / "run.json").read_text())
+            (path / "run.json").write_text(json.dumps({**record, **same, **changes}))
+            runs.append(read_run(path))
+        assert len(group_by_recipe(runs)) == num_groups
 
     def test_long_settings_are_replaced_by_numbers(self, tmp_path: Path) -> None:
         runs = [

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from finetune.cli.command import CommandGroup, CommandResult, command
 from finetune.cli.output import format_nested
-from finetune.cli.shared_arguments import check_model_argument, checked_by, source_argument
+from finetune.cli.shared_arguments import (
+    check_model_argument,
+    check_run_or_model_folder,
+    checked_by,
+    source_argument,
+)
 from finetune.errors import DataError, redact_urls
 
 __all__ = ["data"]
@@ -85,8 +92,14 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     "best of those on this machine, as in `finetune start`.",
 )
 @click.option("--out", metavar="DIR", default="doctor", show_default=True, help="Output folder.")
+@click.option(
+    "--run",
+    metavar="RUN",
+    callback=checked_by(check_run_or_model_folder),
+    help="Run directory trained on SOURCE: its predictions count too, for images it has held out.",
+)
 @multilabel_option
-def doctor(source: str, weights: tuple[str, ...], out: str, *, multilabel: bool) -> CommandResult:
+def doctor(source: str, out: str, **options: Any) -> CommandResult:
     """Find wrong labels, near-duplicates, leaks and outliers in SOURCE.
 
     SOURCE is a folder or file of images, or a prefixed source as in data.source; see
@@ -94,7 +107,7 @@ def doctor(source: str, weights: tuple[str, ...], out: str, *, multilabel: bool)
     """
     from finetune.doctor.diagnosis import diagnose, format_diagnosis
 
-    diagnosis = diagnose(source, weights=weights, out=out, multilabel=multilabel)
+    diagnosis = diagnose(source, out=out, **options)
     return CommandResult(diagnosis, format_diagnosis(diagnosis, out))
 
 

@@ -1,63 +1,47 @@
 """`finetune data doctor`: compute features of a dataset once, and list its problems in a file.
 
-The splits of a source are diagnosed together: a row is the position of an image in all splits, one
-after the other. `doctor.json` has the problems, `label_scores.csv` the score of every label, and
-`neighbors.npz` the nearest images of each listed label error. No image or label is changed.
+The splits of a source are diagnosed together; a row is the position of an image in all splits, one
+split after the other. `doctor.json` has the problems, `label_scores.csv` the score of every label,
+and `neighbors.npz` the images nearest to each label error. No image and no label is changed.
 """
 
-# N images, D width, K classes
+# N images, M readable ones, D width, K classes
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from finetune.commands.start import inspect_data
-from finetune.commands.weight_selection import (
-    Candidate,
-    image_sizes,
-    list_candidates,
-    named_candidate,
-    score_candidates,
-)
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
+from finetune.doctor.features import choose_weights, compute_features, held_out_probabilities
 from finetune.doctor.label_errors import (
     LabelErrors,
+    calibrate,
     check_cleanlab,
     find_label_errors,
     out_of_fold_probabilities,
 )
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, redact_urls
-from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
 from finetune.files import make_writable_folder, write_atomically
-from finetune.formatting import format_percent, pluralize
-from finetune.log import logger
-from finetune.models.build import build_model
-from finetune.precision import autocast_dtype
-from finetune.recipe.load import DataSection, RunSection, parse_recipe
-from finetune.recipe.schema import Recipe
+from finetune.formatting import escape_csv_formula, format_percent, pluralize
+from finetune.recipe.load import RunSection
 from finetune.training.accelerator import create_accelerator
-from finetune.training.compile import choose_kernels
-from finetune.transforms.eval_transforms import build_pipeline
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 __all__ = ["diagnose", "format_diagnosis"]
 
-_EVAL_SPEC = "resize"  # the whole image, without cropping
-_ROWS_PER_CHUNK = 4096  # images whose features a killed run loses
+_NUM_NEIGHBORS = 4
+_CHUNK_ERRORS = 256  # label errors whose neighbors are computed at once
 _NUM_LISTED = 5  # findings of each kind in the summary
 
 
@@ -66,19 +50,21 @@ def diagnose(
     *,
     weights: Sequence[str] = (),
     out: str | Path = "doctor",
+    run: str | None = None,
     multilabel: bool = False,
 ) -> dict[str, Any]:
-    """Find wrong labels in a source; write doctor.json, label_scores.csv and neighbors.npz.
+    """Find the problems of a source; write doctor.json, label_scores.csv and neighbors.npz.
 
     Args:
         source: a source string, as in `data.source`.
         weights: names of pretrained weights; empty to choose them as `start` does. The
             probabilities of several networks are averaged.
         out: folder to write to.
+        run: a run directory whose probabilities count too, for images that it has held out.
         multilabel: allow any number of labels per image.
     Returns: the content of doctor.json; empty on ranks other than 0.
     Raises: SetupError if cleanlab is missing or `out` is not writable; DataError if the source
-        cannot be used.
+        cannot be used; RecipeError if `run` does not fit.
     """
     started = time.perf_counter()
     check_cleanlab()
@@ -86,18 +72,27 @@ def diagnose(
     make_writable_folder(folder, option="--out")
     opened = open_source(source, multilabel=multilabel)
     accelerator = create_accelerator(RunSection())
-    candidates = _choose_weights(opened, weights, accelerator.device)
-    images = _Images(opened)
-    features = [_compute_features(images, each, accelerator) for each in candidates]
-    if not accelerator.is_main_process:
+    candidates = choose_weights(opened, weights, accelerator.device)
+    computed = [compute_features(opened, each, accelerator) for each in candidates]
+    run_NK = None if run is None else held_out_probabilities(run, opened, accelerator)
+    features = [values_ND for values_ND in computed if values_ND is not None]
+    if not features:
         return {}
-    rows = np.flatnonzero(~np.isnan(features[0][:, 0]))  # readable in all networks
-    features = [values_ND[rows] for values_ND in features]
-    labels, num_classes = images.labels[rows], len(opened.class_names)
-    probabilities_NK = out_of_fold_probabilities(
-        features, labels, np.arange(len(rows)), num_classes=num_classes
+    images = _Images(opened)
+    rows = np.flatnonzero(~np.isnan(features[0][:, 0]))
+    if len(rows) < 2:
+        raise DataError(
+            f"{redact_urls(opened.name)}: {len(rows)} of {pluralize(len(images), 'image')} can be "
+            f"read; list the others with: finetune data scan {redact_urls(opened.name)}",
+            code="data.unreadable",
+        )
+    features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
+    probabilities_MK = out_of_fold_probabilities(
+        features, labels, images.groups[rows], num_classes=len(opened.class_names)
     )
-    errors = find_label_errors(probabilities_NK, labels)
+    if run_NK is not None:
+        probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
+    errors = find_label_errors(probabilities_MK, labels)
     diagnosis = {
         "source": redact_urls(opened.name),
         "classes": opened.class_names,
@@ -109,7 +104,7 @@ def diagnose(
         },
         "label_errors": [
             {
-                **images.describe(int(rows[index])),
+                **images.describe(rows[index]),
                 "given": images.label_names(labels[index]),
                 "suggested": images.label_names(errors.suggested[index]),
                 "score": round(float(errors.scores_N[index]), 4),
@@ -122,11 +117,15 @@ def diagnose(
         "class_problems": [],
         "groups": [],
         "expected": {
-            "label_errors": dict(zip(("count", "low", "high"), errors.expected, strict=True))
+            "label_errors": {
+                key: round(value, 1)
+                for key, value in zip(("count", "low", "high"), errors.expected, strict=True)
+            }
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
     write_atomically(folder / "label_scores.csv", _format_scores(images, rows, errors))
+    write_atomically(folder / "neighbors.npz", _find_neighbors(features[0], labels, rows, errors))
     text = json.dumps(diagnosis, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(folder / "doctor.json", text)
     write_review_page(folder, opened)
@@ -138,144 +137,78 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
     if not diagnosis:
         return ""
     num_images = sum(split["images"] for split in diagnosis["splits"].values())
-    errors, expected = diagnosis["label_errors"], diagnosis["expected"]["label_errors"]
     lines = [
         f"{diagnosis['source']}: {pluralize(num_images, 'image')}, "
         f"{len(diagnosis['classes'])} classes, features of {', '.join(diagnosis['weights'])}",
-        f"label errors: {len(errors)} listed; {expected['count']:.0f} expected "
-        f"(95 %: {expected['low']:.0f} to {expected['high']:.0f})",
     ]
+    errors, expected = diagnosis["label_errors"], diagnosis["expected"]["label_errors"]
+    lines.append(
+        f"label errors: {expected['count']:.0f} expected, between {math.floor(expected['low'])} "
+        f"and {math.ceil(expected['high'])}; {len(errors)} to check"
+    )
     for error in errors[:_NUM_LISTED]:
+        given, suggested = (
+            " | ".join(name) if isinstance(name, list) else name
+            for name in (error["given"], error["suggested"])
+        )
         lines.append(
-            f"  {error['split']}: {error['path']}: {error['given']}, probably "
-            f"{error['suggested']} ({format_percent(error['score'], 0)} sure)"
+            f"  {error['split']}: {error['path']}: {given}, rather {suggested} "
+            f"({format_percent(error['score'], 0)})"
         )
     return "\n".join([*lines, f"all findings: {Path(out) / 'doctor.json'}"])
 
 
 class _Images:
-    """The images of all splits, one split after the other.
+    """The images of all splits of a source, one split after the other.
 
     Attributes:
-        source: the dataset.
         labels: class indices (N,), or 0/1 indicators (N, K).
+        groups: (N,) int64, equal for images with equal content; unique for streamed images.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.splits = list(source.splits.values())
-        self.labels = np.concatenate([split.labels for split in self.splits])
-        self._first_rows = np.cumsum([0, *map(len, self.splits)])
+        self._class_names = source.class_names
+        self._splits = list(source.splits.values())
+        self._first_rows = np.cumsum([0, *map(len, self._splits)])
+        self.labels = np.concatenate([split.labels for split in self._splits])
+        self.groups = self._group_copies()
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def _group_copies(self) -> NDArray[np.int64]:
+        if any(split.is_streamed for split in self._splits):
+            return np.arange(len(self))
+        digests_N = np.concatenate([split.digests for split in self._splits])
+        return np.unique(digests_N, axis=0, return_inverse=True)[1].reshape(-1)
+
     def locate(self, row: int) -> tuple[Split, int]:
         """Return the split of a row, and the index in it."""
         number = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        return self.splits[number], row - int(self._first_rows[number])
+        return self._splits[number], int(row - self._first_rows[number])
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return split, index, path and digest of a row."""
         split, index = self.locate(row)
         digest = None if split.is_streamed else split.digests[index].tobytes().hex()
-        return {
-            "split": split.name,
-            "index": index,
-            "path": split.name_of(index),
-            "digest": digest,
-        }
+        path = split.name_of(index)
+        return {"split": split.name, "index": index, "path": path, "digest": digest}
 
     def label_names(self, label: Any) -> str | list[str]:
         """Return the class name of a label, or the names of a multi-label one."""
         if self.labels.ndim == 2:
-            return [self.source.class_names[k] for k in np.flatnonzero(label)]
-        return self.source.class_names[int(label)]
+            return [self._class_names[k] for k in np.flatnonzero(label)]
+        return self._class_names[int(label)]
 
 
-def _choose_weights(source: Source, names: Sequence[str], device: torch.device) -> list[Candidate]:
-    """Return the named weights, or the best ones on this machine, each at one image size."""
-    if "train" in source.splits:
-        median_side = inspect_data(source, 0.0).median_side
-    elif names:
-        (name,) = list(source.splits)[:1]
-        train = {"train": source.splits[name]}
-        median_side = inspect_data(Source("", train, source.class_names, ""), 0.0).median_side
-    else:
-        raise DataError(
-            f"{redact_urls(source.name)}: has no train split to compare networks on; name one with "
-            "--weights",
-            code="data.no_split",
-        )
-
-    def sizes_of(candidate: Candidate) -> list[int]:
-        size = candidate.image_size
-        return image_sizes(size, median_side)[:1] if isinstance(size, int) else []
-
-    if names:
-        candidates = [named_candidate(name, "as asked") for name in names]
-        return [
-            Candidate(each.name, next(iter(sizes_of(each)), each.image_size), each.lr, each.origin)
-            for each in candidates
-        ]
-    scores = score_candidates(
-        list_candidates(device), lambda each: _scoring_recipe(source, each), sizes=sizes_of
-    )
-    logger.info(f"weights: {scores[0]}")
-    return [scores[0].candidate]
-
-
-def _scoring_recipe(source: Source, candidate: Candidate) -> Recipe:
-    """Build the recipe that computes the features of a candidate."""
-    size = candidate.image_size
-    recipe = {
-        "model": {
-            "name": candidate.name,
-            "image_size": size if isinstance(size, int) else list(size),
-            "freeze": "backbone",
-        },
-        "data": {**_data_section(source).model_dump(exclude_unset=True), "train": _EVAL_SPEC},
-        "optim": {"name": "adamw", "lr": 1e-3, "epochs": 1},
-    }
-    return parse_recipe(json.dumps(recipe), name=f"recipe for {source.name}")
-
-
-def _data_section(source: Source) -> DataSection:
-    splits = source.splits.values()
-    return DataSection(
-        source=source.name,
-        eval=_EVAL_SPEC,
-        val_fraction=0.0,
-        task="multilabel" if any(split.is_multilabel for split in splits) else "multiclass",
-        unreadable="stop" if any(split.is_streamed for split in splits) else "quarantine",
-    )
-
-
-def _compute_features(
-    images: _Images, candidate: Candidate, accelerator: Accelerator
-) -> NDArray[np.float32]:
-    """Compute or load the features of all images. Returns: (N, D), NaN for unreadable images."""
-    built = build_model(candidate.name, image_size=candidate.image_size)
-    identity = feature_identity(built, _EVAL_SPEC) if accelerator.is_main_process else {}
-    pipeline = build_pipeline(built.preprocessing, _EVAL_SPEC)
-    network = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
-    section = _data_section(images.source)
-    values = []
-    for split in images.splits:
-        features = load_or_compute_features(
-            split,
-            model=network,
-            pipeline=pipeline,
-            identity=identity,
-            data_config=section,
-            accelerator=accelerator,
-        )
-        if features is not None:
-            part = np.full((len(split), features.values_ND.shape[1]), np.nan, dtype=np.float32)
-            part[features.indices_N] = features.values_ND
-            values.append(part)
-    return np.concatenate(values) if values else np.empty((len(images), 1), np.float32)
+def _average(
+    probabilities_MK: NDArray[np.float64], run_MK: NDArray[np.float64], labels: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Average the probabilities with a run's calibrated ones, for the images that it has."""
+    rows = np.flatnonzero(~np.isnan(run_MK[:, 0]))
+    averaged_MK = probabilities_MK.copy()
+    averaged_MK[rows] = (probabilities_MK[rows] + calibrate(run_MK[rows], labels[rows])) / 2
+    return averaged_MK
 
 
 def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors) -> str:
@@ -283,11 +216,52 @@ def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["split", "index", "given", "suggested", "score"])
-    for position, row in enumerate(rows.tolist()):
+    for row, suggested, score in zip(rows, errors.suggested, errors.scores_N, strict=True):
         split, index = images.locate(row)
         names = [
-            name if isinstance(name, str) else "|".join(name)
-            for name in map(images.label_names, (images.labels[row], errors.suggested[position]))
+            escape_csv_formula(name if isinstance(name, str) else "|".join(name))
+            for name in map(images.label_names, (images.labels[row], suggested))
         ]
-        writer.writerow([split.name, index, *names, f"{errors.scores_N[position]:.6f}"])
+        writer.writerow([split.name, index, *names, f"{score:.6f}"])
     return text.getvalue()
+
+
+def _find_neighbors(
+    values_MD: NDArray[np.float32],
+    labels: NDArray[Any],
+    rows: NDArray[np.int64],
+    errors: LabelErrors,
+) -> bytes:
+    """Find the images nearest to each label error that have the given or the suggested label.
+
+    Returns: a .npz file with "given" and "suggested", (E, 4) rows each, nearest first; -1 for none.
+    """
+    centered_MD = values_MD - values_MD.mean(axis=0)
+    centered_MD /= np.linalg.norm(centered_MD, axis=1, keepdims=True) + 1e-9
+    label_ids = _label_ids(np.concatenate([labels, errors.suggested]))
+    given_M, suggested_M = label_ids[: len(labels)], label_ids[len(labels) :]
+    neighbors = {}
+    for name, wanted_M in (("given", given_M), ("suggested", suggested_M)):
+        nearest = np.full((len(errors.indices), _NUM_NEIGHBORS), -1, dtype=np.int64)
+        for label in np.unique(wanted_M[errors.indices]):
+            numbers = np.flatnonzero(wanted_M[errors.indices] == label)
+            members = np.flatnonzero(given_M == label)
+            for start in range(0, len(numbers), _CHUNK_ERRORS):
+                chunk = numbers[start : start + _CHUNK_ERRORS]
+                queries = errors.indices[chunk]
+                similarities = centered_MD[queries] @ centered_MD[members].T
+                similarities[queries[:, None] == members] = -np.inf
+                order = np.argsort(-similarities, axis=1)[:, :_NUM_NEIGHBORS]
+                is_other = np.take_along_axis(similarities, order, axis=1) > -np.inf
+                nearest[chunk, : order.shape[1]] = np.where(is_other, rows[members[order]], -1)
+        neighbors[name] = nearest
+    file = io.BytesIO()
+    np.savez_compressed(file, **neighbors)
+    return file.getvalue()
+
+
+def _label_ids(labels: NDArray[Any]) -> NDArray[np.int64]:
+    """Number the labels: equal sets of classes of multi-label data get equal numbers."""
+    if labels.ndim == 1:
+        return labels
+    return np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)

@@ -1,13 +1,18 @@
 """Wrong labels: images whose label a classifier that has not seen them finds improbable.
 
-Source: confident learning: Northcutt et al. 2021, Confident Learning: Estimating Uncertainty in
-Dataset Labels.
+The classifier is logistic regression on frozen features. Its out-of-fold predictions are calibrated
+to probabilities of the true class, together with a noise model: how often annotators confuse one
+class with another. Both give the probability that a label is wrong. Confusions that the classifier
+makes itself are not attributed to the annotators, unless they are significantly more frequent.
+
+Source: noise model: Sukhbaatar et al. 2015, Training Convolutional Networks with Noisy Labels.
 """
 
-# N images, D width, K classes, F folds
+# N images, D width, K classes
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +26,29 @@ from finetune.progress import item_bar
 
 __all__ = [
     "LabelErrors",
+    "calibrate",
     "check_cleanlab",
     "find_label_errors",
     "out_of_fold_probabilities",
 ]
 
-FloatArray = NDArray[np.floating[Any]]
-_C_TIMES_IMAGES = 5.0  # C of logistic regression, times the number of training images
-_MAX_ITERATIONS = 200
-_MIN_PROBABILITY = 1e-6
+FloatArray = NDArray[np.float64]
+# C of logistic regression, times the number of training images, divided by the root of the number
+# of classes: strong regularization, because a classifier that fits wrong labels does not find them
+_REGULARIZATION_C = 5.0
+_NUM_ROUNDS = 3  # of fitting; a label that is probably wrong counts less in the next round
+_MAX_ITERATIONS = 60
+_MIN_SCORE = 0.1  # labels above are listed: with a person's eyes, one of ten is worth the time
+# of a set without any, the surest are listed too: at most so many, and this fraction of the images
+_MIN_LISTED, _MIN_LISTED_FRACTION = 20, 0.005
+_MIN_LOG_PROBABILITY = -30.0
+_EM_ITERATIONS, _EM_TOLERANCE = 40, 2e-4
+# the noise model may take this fraction of the classifier's own confusions for wrong labels
+_CONFUSION_FRACTION = 0.35
+_SIGNIFICANCE = 3.0  # standard deviations by which a confusion exceeds the common rate
+_MODEL_ERROR = 0.05  # relative standard deviation of the expected number
+_MAX_CALIBRATION_IMAGES = 5000
+_LOG_SCALES = (-2.0, 3.0)  # logarithms of the smallest and largest scale of the logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +56,13 @@ class LabelErrors:
     """How probable it is that labels are wrong.
 
     Attributes:
-        scores_N: in [0, 1] for every image; 1: surely wrong.
-        suggested: best label of each image, in the format of the given labels.
-        indices: images whose label is more probably wrong than right, surest first.
-        expected: expected number of wrong labels, with the limits of a 95 % interval.
+        scores_N: probability that the label is wrong, for every image; 0 if nothing is known.
+        suggested: most probable other label of each image, in the format of the given labels.
+        indices: images to check, surest first.
+        expected: expected number of wrong labels, with the limits of its interval.
     """
 
-    scores_N: NDArray[np.float64]
+    scores_N: FloatArray
     suggested: NDArray[Any]
     indices: NDArray[np.int64]
     expected: tuple[float, float, float]
@@ -78,17 +97,29 @@ def out_of_fold_probabilities(
         folds: number of folds.
     Returns: (N, K). A class that no training image of a fold has, has the probability 0 there.
     """
+    from sklearn.preprocessing import StandardScaler
+
     fold_N = _assign_folds(labels, groups_N, folds)
+    # each class of multi-label data is a problem of its own: absent or present
+    targets = [labels] if labels.ndim == 1 else list(labels.T.astype(np.int64))
     total_NK = np.zeros((len(labels), num_classes))
-    with item_bar(folds * len(features), label="cross-validation", unit="fit") as progress:
+    num_fits = len(features) * len(targets) * _NUM_ROUNDS * folds
+    with item_bar(num_fits, label="cross-validation", unit="fit") as progress:
         for values_ND in features:
-            for fold in range(folds):
-                is_test = fold_N == fold
-                if is_test.any() and not is_test.all():
-                    total_NK[is_test] += _fit_and_predict(
-                        values_ND[~is_test], labels[~is_test], values_ND[is_test], num_classes
-                    )
-                progress.update()
+            inputs_ND = StandardScaler().fit_transform(values_ND)
+            for k, labels_N in enumerate(targets):
+                weights_N = np.ones(len(labels))
+                for _ in range(_NUM_ROUNDS):
+                    log_p_NC = np.full((len(labels), max(num_classes, 2)), -np.inf)
+                    for fold in range(folds):
+                        _predict_fold(inputs_ND, labels_N, weights_N, fold_N == fold, log_p_NC)
+                        progress.update()
+                    true_NC, posterior_NC, _ = _fit_noise(log_p_NC, labels_N)
+                    weights_N = posterior_NC[np.arange(len(labels)), labels_N]
+                if labels.ndim == 1:
+                    total_NK += true_NC[:, :num_classes]
+                else:
+                    total_NK[:, k] += true_NC[:, 1]
     return total_NK / len(features)
 
 
@@ -105,51 +136,224 @@ def _assign_folds(
     return fold_of_group[group_N]
 
 
-def _fit_and_predict(
-    train_ND: NDArray[np.float32],
-    labels: NDArray[Any],
-    test_TD: NDArray[np.float32],
-    num_classes: int,
-) -> FloatArray:
-    """Fit logistic regression on standardized features. Returns: probabilities (T, K)."""
+def _predict_fold(
+    inputs_ND: NDArray[np.float32],
+    labels_N: NDArray[np.int64],
+    weights_N: FloatArray,
+    is_test_N: NDArray[np.bool_],
+    log_p_NK: FloatArray,
+) -> None:
+    """Fit logistic regression on the other folds, and write this fold's log-probabilities."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
 
-    scaler = StandardScaler().fit(train_ND)
-    inputs, test_inputs = scaler.transform(train_ND), scaler.transform(test_TD)
-    model = LogisticRegression(C=_C_TIMES_IMAGES / len(labels), max_iter=_MAX_ITERATIONS, tol=1e-3)
+    train_rows, test_rows = np.flatnonzero(~is_test_N), np.flatnonzero(is_test_N)
+    classes = np.unique(labels_N[train_rows])
+    if not len(test_rows) or not len(classes):
+        return
+    if len(classes) == 1:
+        log_p_NK[test_rows, classes[0]] = 0.0
+        return
+    c = _REGULARIZATION_C * math.sqrt(len(classes)) / len(train_rows)
+    model = LogisticRegression(C=c, max_iter=_MAX_ITERATIONS, tol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(inputs_ND[train_rows], labels_N[train_rows], weights_N[train_rows])
+    log_p_NK[np.ix_(test_rows, classes)] = np.maximum(
+        model.predict_log_proba(inputs_ND[test_rows]), _MIN_LOG_PROBABILITY
+    )
 
-    def predict(targets: NDArray[Any]) -> FloatArray:
-        if (targets == targets[0]).all():
-            return np.ones((len(test_TD), 1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            return np.asarray(model.fit(inputs, targets).predict_proba(test_inputs))
 
-    probabilities_TK = np.zeros((len(test_TD), num_classes))
+def _fit_noise(
+    log_p_NK: FloatArray, labels_N: NDArray[np.int64]
+) -> tuple[FloatArray, FloatArray, float]:
+    """Fit the scale of the logits and the rates of confusions to the labels (EM).
+
+    First, every confusion has a rate of its own. Then those that are not significant get one common
+    rate, and the model is fitted again.
+
+    Args:
+        log_p_NK: log-probabilities; -inf for classes that the classifier does not know.
+    Returns: calibrated probabilities of the true class given the image (N, K); given image and
+        label (N, K), which are 1 for the label if the classifier does not know its class; the
+        expected number of wrong labels with the first model, which is too high.
+    """
+    num_images, num_classes = log_p_NK.shape
+    is_known_N = np.isfinite(log_p_NK[np.arange(num_images), labels_N])
+    true_NK, posterior_NK = np.exp(log_p_NK), np.eye(num_classes)[labels_N]
+    if not is_known_N.any():
+        return true_NK, posterior_NK, 0.0
+    log_p_MK, labels_M = log_p_NK[is_known_N], labels_N[is_known_N]
+    rates_KK = np.full((num_classes, num_classes), 0.05 / (num_classes - 1))
+    np.fill_diagonal(rates_KK, 0.95)
+    has_own_rate_KK = np.ones_like(rates_KK, dtype=bool)
+    scale, rates_KK, counts_KK = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+    high = float(counts_KK.sum() - np.trace(counts_KK))
+    true_MK = _softmax(scale * log_p_MK)
+    has_own_rate_KK = _significant_confusions(counts_KK, true_MK.T @ true_MK)
+    scale, rates_KK, _ = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+    true_NK[is_known_N] = true_MK = _softmax(scale * log_p_MK)
+    posterior_NK[is_known_N] = _posterior(true_MK, labels_M, rates_KK)
+    return true_NK, posterior_NK, high
+
+
+def _run_em(
+    log_p_NK: FloatArray,
+    labels_N: NDArray[np.int64],
+    rates_KK: FloatArray,
+    has_own_rate_KK: NDArray[np.bool_],
+) -> tuple[float, FloatArray, FloatArray]:
+    """Maximize the likelihood of the labels.
+
+    Args:
+        rates_KK: initial rates, one row for each given class, one column for each true class.
+        has_own_rate_KK: confusions with a rate of their own; the others share one.
+    Returns: the scale of the logits, the rates, and the expected number of images (K, K) by given
+        and true class.
+    """
+    from scipy import sparse
+    from scipy.optimize import minimize_scalar
+
+    num_images, num_classes = log_p_NK.shape
+    ones = np.ones(num_images)
+    is_given_KN = sparse.csr_matrix(
+        (ones, (labels_N, np.arange(num_images))), shape=(num_classes, num_images)
+    )
+    is_diagonal = np.eye(num_classes, dtype=bool)
+    step = -(-num_images // _MAX_CALIBRATION_IMAGES)
+    log_p_some, labels_some = log_p_NK[::step], labels_N[::step]
+    scale = 1.0
+
+    def loss(log_scale: float) -> float:
+        true_NK = _softmax(math.exp(log_scale) * log_p_some)
+        likelihoods_N = np.einsum("nk,nk->n", true_NK, rates_KK[labels_some])
+        return -float(np.log(likelihoods_N + 1e-30).mean())
+
+    for _ in range(_EM_ITERATIONS):
+        found = minimize_scalar(loss, bounds=_LOG_SCALES, method="bounded", options={"xatol": 0.01})
+        scale = math.exp(found.x)
+        counts_KK = is_given_KN @ _posterior(_softmax(scale * log_p_NK), labels_N, rates_KK)
+        true_K = counts_KK.sum(axis=0)
+        off_KK = np.where(is_diagonal, 0.0, counts_KK)
+        own_KK = np.where(has_own_rate_KK, off_KK, 0.0)
+        common = (off_KK - own_KK).sum() / (true_K.sum() * (num_classes - 1))
+        new_KK = (own_KK + common * true_K) / np.maximum(true_K, 1e-9)
+        new_KK[is_diagonal] = 0.0
+        new_KK[is_diagonal] = np.maximum(1.0 - new_KK.sum(axis=0), 0.05)
+        new_KK /= new_KK.sum(axis=0)
+        change = np.abs(new_KK - rates_KK).max()
+        rates_KK = new_KK
+        if change < _EM_TOLERANCE:
+            break
+    return scale, rates_KK, counts_KK
+
+
+def _significant_confusions(counts_KK: FloatArray, overlaps_KK: FloatArray) -> NDArray[np.bool_]:
+    """Return which confusions are more frequent than a common rate and the classifier explain.
+
+    Args:
+        counts_KK: expected number of images by given and true class.
+        overlaps_KK: number of images of a class that the classifier expects to take for another.
+    """
+    num_classes = len(counts_KK)
+    off_KK = np.where(np.eye(num_classes, dtype=bool), 0.0, counts_KK)
+    true_K = counts_KK.sum(axis=0)
+    is_significant_KK = np.zeros_like(off_KK, dtype=bool)
+    for _ in range(5):
+        remaining = np.where(is_significant_KK, 0.0, off_KK).sum()
+        common = remaining / (true_K.sum() * (num_classes - 1))
+        usual_KK = common * true_K + _CONFUSION_FRACTION * overlaps_KK
+        is_significant_KK = off_KK > usual_KK + _SIGNIFICANCE * np.sqrt(usual_KK + 1.0)
+    return is_significant_KK
+
+
+def _softmax(logits_NK: FloatArray) -> FloatArray:
+    p_NK = np.exp(logits_NK - logits_NK.max(axis=1, keepdims=True))
+    p_NK /= p_NK.sum(axis=1, keepdims=True)
+    return p_NK
+
+
+def _posterior(
+    true_NK: FloatArray, labels_N: NDArray[np.int64], rates_KK: FloatArray
+) -> FloatArray:
+    """Return the probabilities of the true class, given the image and the label."""
+    joint_NK = true_NK * rates_KK[labels_N]
+    joint_NK /= joint_NK.sum(axis=1, keepdims=True) + 1e-30
+    return joint_NK
+
+
+def calibrate(probabilities_NK: FloatArray, labels: NDArray[Any]) -> FloatArray:
+    """Calibrate probabilities of the true class to labels of which some are wrong.
+
+    Args:
+        probabilities_NK, labels: see `find_label_errors`.
+    """
     if labels.ndim == 1:
-        probabilities_TK[:, np.unique(labels)] = predict(labels)
-        return probabilities_TK
-    for k in range(num_classes):
-        if labels[:, k].any():
-            probabilities_TK[:, k] = predict(labels[:, k])[:, -1]
-    return probabilities_TK
+        return _fit_noise(_log(probabilities_NK), labels)[0]
+    return np.stack(
+        [
+            _fit_noise(_log_absent_present(probabilities_NK[:, k]), labels[:, k].astype(np.int64))[
+                0
+            ][:, 1]
+            for k in range(labels.shape[1])
+        ],
+        axis=1,
+    )
+
+
+def _log(probabilities: FloatArray) -> FloatArray:
+    """Return log-probabilities that are finite, except those of 0."""
+    return np.where(
+        probabilities > 0, np.maximum(np.log(probabilities + 1e-300), _MIN_LOG_PROBABILITY), -np.inf
+    )
+
+
+def _log_absent_present(probabilities_N: FloatArray) -> FloatArray:
+    """Return log-probabilities (N, 2) of the absence and the presence of a class."""
+    return _log(np.stack([1.0 - probabilities_N, probabilities_N], axis=1))
 
 
 def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> LabelErrors:
-    """Rank labels by how improbable they are.
+    """Estimate how probable it is that each label is wrong; cleanlab ranks the labels.
+
+    The lower limit of the expected number assumes that only significant confusions are the
+    annotators'; the upper one that all of them are. Both are widened by two standard deviations: of
+    the number of wrong labels with these probabilities, and of the model's own error.
 
     Args:
-        probabilities_NK: probabilities of a classifier that was not fitted to these images.
+        probabilities_NK: probabilities of a classifier that was not fitted to these images; 0 for
+            classes that it does not know.
         labels: class indices (N,), or 0/1 indicators (N, K) for multi-label data.
     """
-    from cleanlab.rank import get_label_quality_scores
+    from cleanlab.multilabel_classification import get_label_quality_scores as rank_multilabel
+    from cleanlab.rank import get_label_quality_scores as rank
 
-    scores_N = 1.0 - get_label_quality_scores(labels, probabilities_NK)
-    suggested = probabilities_NK.argmax(axis=1)
-    indices = np.flatnonzero((suggested != labels) & (scores_N > 0.5))
+    rows = np.arange(len(labels))
+    if labels.ndim == 1:
+        _, posterior_NK, high = _fit_noise(_log(probabilities_NK), labels)
+        scores_N = 1.0 - rank(labels, posterior_NK)
+        others_NK = posterior_NK.copy()
+        others_NK[rows, labels] = -1.0
+        suggested = others_NK.argmax(axis=1)
+    else:
+        posterior_NK, high = np.empty_like(probabilities_NK), 0.0
+        for k, labels_N in enumerate(labels.T.astype(np.int64)):
+            log_p_N2 = _log_absent_present(probabilities_NK[:, k])
+            _, posterior_N2, class_high = _fit_noise(log_p_N2, labels_N)
+            posterior_NK[:, k] = posterior_N2[:, 1]
+            high += class_high
+        scores_N = 1.0 - rank_multilabel(
+            [np.flatnonzero(row).tolist() for row in labels], posterior_NK
+        )
+        wrong_NK = np.abs(posterior_NK - labels)
+        is_flipped_NK = wrong_NK > 0.5
+        is_flipped_NK[rows, wrong_NK.argmax(axis=1)] = True
+        suggested = np.where(is_flipped_NK, 1 - labels, labels).astype(labels.dtype)
+    num_doubtful = int((scores_N > _MIN_SCORE).sum())
+    num_surest = min(_MIN_LISTED, int(_MIN_LISTED_FRACTION * len(labels)))
+    indices = np.argsort(-scores_N, kind="stable")[: max(num_doubtful, num_surest)]
     count = float(scores_N.sum())
-    return LabelErrors(
-        scores_N, suggested, indices[np.argsort(-scores_N[indices])], (count, count, count)
-    )
+    variance = float((scores_N * (1.0 - scores_N)).sum()) + 1.0
+    margin = 2.0 * math.hypot(math.sqrt(variance), _MODEL_ERROR * count)
+    expected = count, max(count - margin, 0.0), min(max(high, count) + margin, len(labels))
+    return LabelErrors(scores_N, suggested, indices, expected)

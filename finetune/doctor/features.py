@@ -1,0 +1,258 @@
+"""What networks compute for all images of a source: frozen features, and a run's own predictions.
+
+A row is the position of an image in all splits of a source, one split after the other.
+"""
+
+# B batch, C channels, H W pixels, N images, D width, K classes
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from finetune.commands.start import inspect_data
+from finetune.commands.weight_selection import (
+    Candidate,
+    image_sizes,
+    list_candidates,
+    named_candidate,
+    score_candidates,
+)
+from finetune.data.from_recipe import open_data
+from finetune.data.recorded_digests import DIGEST_BYTES
+from finetune.data.source import Source, Split
+from finetune.errors import DataError, RecipeError, redact_urls
+from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
+from finetune.inference import eval_pipeline_and_class_names
+from finetune.log import logger
+from finetune.models.build import build_model
+from finetune.models.features import compute_pre_logits
+from finetune.models.save import BuiltModel
+from finetune.precision import autocast_dtype
+from finetune.recipe.load import DataSection, load_run_recipe, parse_recipe
+from finetune.recipe.schema import Recipe
+from finetune.training.compile import choose_kernels
+from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["choose_weights", "compute_features", "held_out_probabilities"]
+
+_EVAL_SPEC = "resize"  # the whole image, without cropping
+_IMAGES_PER_FILE = 8192  # a killed run loses the features of at most so many images
+
+
+def choose_weights(source: Source, names: Sequence[str], device: torch.device) -> list[Candidate]:
+    """Return the named weights, or the best ones on this machine, each at one image size.
+
+    Raises: DataError if networks cannot be compared because the source has no train split.
+    """
+    splits = source.splits
+    if "train" not in splits and not names:
+        raise DataError(
+            f"{redact_urls(source.name)}: has no train split to compare pretrained networks on; "
+            "name one with --weights, such as --weights embedded:vit_ti",
+            code="data.no_split",
+        )
+    sampled = splits.get("train") or next(iter(splits.values()))
+    sampled_source = Source(source.name, {"train": sampled}, source.class_names, "")
+    median_side = inspect_data(sampled_source, 0.0).median_side
+
+    def sizes_of(candidate: Candidate) -> list[int]:
+        size = candidate.image_size
+        return image_sizes(size, median_side)[:1] if isinstance(size, int) else []
+
+    if not names:
+        scores = score_candidates(
+            list_candidates(device), lambda each: _scoring_recipe(source, each), sizes=sizes_of
+        )
+        logger.info(f"weights: {scores[0]}")
+        return [scores[0].candidate]
+    named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
+    return [
+        Candidate(each.name, next(iter(sizes_of(each)), each.image_size), each.lr, each.origin)
+        for each in named
+    ]
+
+
+def _scoring_recipe(source: Source, candidate: Candidate) -> Recipe:
+    """Build the recipe that computes the features of a candidate."""
+    size = candidate.image_size
+    recipe = {
+        "model": {
+            "name": candidate.name,
+            "image_size": size if isinstance(size, int) else list(size),
+            "freeze": "backbone",
+        },
+        "data": {**_data_section(source).model_dump(exclude_unset=True), "train": _EVAL_SPEC},
+        "optim": {"name": "adamw", "lr": 1e-3, "epochs": 1},
+    }
+    return parse_recipe(json.dumps(recipe), name=f"recipe for {source.name}")
+
+
+def _data_section(source: Source) -> DataSection:
+    splits = source.splits.values()
+    return DataSection(
+        source=source.name,
+        eval=_EVAL_SPEC,
+        val_fraction=0.0,
+        task="multilabel" if any(split.is_multilabel for split in splits) else "multiclass",
+        unreadable="stop" if any(split.is_streamed for split in splits) else "quarantine",
+    )
+
+
+def compute_features(
+    source: Source, candidate: Candidate, accelerator: Accelerator
+) -> NDArray[np.float32] | None:
+    """Compute or load the features of all images.
+
+    Returns: (N, D), NaN for unreadable images; None on ranks other than 0.
+    """
+    built = build_model(candidate.name, image_size=candidate.image_size)
+    identity = feature_identity(built, _EVAL_SPEC) if accelerator.is_main_process else {}
+    pipeline = build_pipeline(built.preprocessing, _EVAL_SPEC)
+    return _compute_outputs(source, built, pipeline, identity, accelerator, compute_pre_logits)
+
+
+def _compute_outputs(
+    source: Source,
+    built: BuiltModel,
+    pipeline: Pipeline,
+    identity: dict[str, Any],
+    accelerator: Accelerator,
+    extract: Any,
+) -> NDArray[np.float32] | None:
+    """Compute or load a network's outputs for all images, some thousands per file of the cache."""
+    network = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
+    section, parts = _data_section(source), []
+    for split in source.splits.values():
+        for part in _parts(split):
+            outputs = load_or_compute_features(
+                part,
+                model=network,
+                pipeline=pipeline,
+                identity=identity,
+                data_config=section,
+                accelerator=accelerator,
+                extract=extract,
+            )
+            if outputs is not None:
+                width = outputs.values_ND.shape[1]
+                values_ND = np.full((len(part), width), np.nan, dtype=np.float32)
+                values_ND[outputs.indices_N] = outputs.values_ND
+                parts.append(values_ND)
+    return np.concatenate(parts) if parts else None
+
+
+def _parts(split: Split) -> list[Split]:
+    """Divide a large split, so that a killed run continues with the next part."""
+    if len(split) <= _IMAGES_PER_FILE:
+        return [split]
+    _ = None if split.is_streamed else split.digests  # once, not for each part
+    starts = range(0, len(split), _IMAGES_PER_FILE)
+    parts = [
+        split.subset(np.arange(start, min(start + _IMAGES_PER_FILE, len(split))))
+        for start in starts
+    ]
+    if not split.is_streamed:
+        for start, part in zip(starts, parts, strict=True):
+            part.use_digests(split.digests[start : start + len(part)])
+    return parts
+
+
+def _compute_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    return model(images_BCHW).float()
+
+
+def held_out_probabilities(
+    run: str, source: Source, accelerator: Accelerator
+) -> NDArray[np.float64] | None:
+    """Compute a run's probabilities for the images of a source that it was not trained on.
+
+    Args:
+        run: a run directory.
+        source: the source; images are recognized by their content.
+    Returns: (N, K) by the classes of the source, 0 for classes that the run lacks; NaN for images
+        that the run was trained on or does not have. None on ranks other than 0.
+    Raises: RecipeError if `run` is not a run directory, or has another kind of labels; DataError if
+        the run has held out no image of the source.
+    """
+    recipe = load_run_recipe(run)
+    if recipe is None:
+        raise RecipeError(
+            f"--run {run}: not a run directory; give one that `finetune train` wrote",
+            code="recipe.wrong_value",
+        )
+    section = _data_section(source)
+    if section.task != recipe.data.task:
+        raise RecipeError(
+            f"--run {run}: its data.task is {recipe.data.task}, but the source is read as "
+            f"{section.task}; {'remove' if section.task == 'multilabel' else 'add'} --multilabel",
+            code="recipe.conflict",
+        )
+    held_out, rows = _find_held_out(open_data(recipe.data, recipe.run.seed), source)
+    if not len(rows):
+        raise DataError(
+            f"--run {run}: none of its validation and test images is in "
+            f"{redact_urls(source.name)}; give the source that it was trained on",
+            code="data.split_mismatch",
+        )
+    built = build_model(run)
+    pipeline, class_names = eval_pipeline_and_class_names(run, built)
+    identity = feature_identity(built, pipeline.transform_spec)
+    tensors = hashlib.sha256()  # with the classifier, unlike in `feature_identity`
+    for tensor in built.model.state_dict().values():
+        tensors.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    identity["classifier"] = tensors.hexdigest()
+    logits_MK = _compute_outputs(held_out, built, pipeline, identity, accelerator, _compute_logits)
+    if logits_MK is None:
+        return None
+    logits = torch.from_numpy(logits_MK.astype(np.float64))
+    p_MK = (logits.sigmoid() if section.task == "multilabel" else logits.softmax(dim=1)).numpy()
+    num_images = sum(map(len, source.splits.values()))
+    p_NK = np.full((num_images, len(source.class_names)), np.nan)
+    p_NK[rows] = 0.0
+    for k, name in enumerate(class_names):
+        if name in source.class_names:
+            p_NK[rows, source.class_names.index(name)] = p_MK[:, k]
+    return p_NK
+
+
+def _find_held_out(run_source: Source, source: Source) -> tuple[Source, NDArray[np.int64]]:
+    """Return the images that a run has held out, as a part of the source, and their rows."""
+    if any(each.is_streamed for each in (*run_source.splits.values(), *source.splits.values())):
+        raise DataError(
+            f"{redact_urls(source.name)}: --run recognizes images by their content, which is "
+            "unknown for streamed images; leave out --run",
+            code="data.unsupported",
+        )
+    trained = _digests(run_source.splits["train"])
+    held_out = [_digests(split) for name, split in run_source.splits.items() if name != "train"]
+    splits, rows, first_row = {}, [np.empty(0, np.int64)], 0
+    for name, split in source.splits.items():
+        digests_N = _digests(split)
+        is_held_out_N = np.isin(digests_N, np.concatenate([trained[:0], *held_out]))
+        indices = np.flatnonzero(
+            is_held_out_N & ~np.isin(digests_N, trained) & split.digests.any(axis=1)
+        )
+        if len(indices):
+            splits[name] = split.subset(indices)
+        rows.append(first_row + indices)
+        first_row += len(split)
+    held_out_source = Source(source.name, splits, source.class_names, source.description)
+    return held_out_source, np.concatenate(rows)
+
+
+def _digests(split: Split) -> NDArray[np.void]:
+    """Return the digests as values, because NumPy does not compare rows."""
+    return split.digests.view(f"V{DIGEST_BYTES}")[:, 0]

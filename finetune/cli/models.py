@@ -381,7 +381,12 @@ def probe(model: str, shots: str, **options: Any) -> CommandResult:
     metavar="PATH",
     help="File or folder for the page; for several runs, for their comparison.",
 )
-def report(runs: tuple[str, ...], out: str | None) -> CommandResult:
+@click.option(
+    "--doctor",
+    metavar="DIR",
+    help="Show the findings of `finetune data doctor --out DIR` about the worst mistakes.",
+)
+def report(runs: tuple[str, ...], out: str | None, doctor: str | None) -> CommandResult:
     """Write an HTML page per run, and compare runs."""
     from finetune.report.run_data import check_run_directory
 
@@ -390,6 +395,6 @@ def report(runs: tuple[str, ...], out: str | None) -> CommandResult:
 
     from finetune.report.page import write_report_pages
 
-    written = write_report_pages(runs, out=out)
+    written = write_report_pages(runs, out=out, doctor=doctor)
     pages = [*written["reports"], written["comparison"]]
     return CommandResult(written, "\n".join(str(page) for page in pages if page))

@@ -481,7 +481,7 @@ def _data_section(content: CardContent) -> list[str]:
         splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
         splits.append(f"- test: {images['test']:,} images, evaluated once, after training")
-    if decisions := content.record.get("decisions"):
+    if decisions := content.record.get("plan", {}).get("decisions"):
         splits.append(f"- decisions: {_escape_markdown(describe_decisions(decisions))}")
     eval_pipeline = content.record.get("plan", {}).get("eval_pipeline")
     return [

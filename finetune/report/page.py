@@ -24,6 +24,7 @@ from finetune.report.comparison import (
     metric_columns,
     run_rows,
 )
+from finetune.report.doctor_findings import DoctorFindings
 from finetune.report.figure_style import to_svg
 from finetune.report.html import render_html
 from finetune.report.run_data import SPLIT_NAMES, Run, format_decimal, read_run
@@ -54,7 +55,9 @@ _CALIBRATION_TITLE = "Accuracy by confidence"
 _MAX_MATRIX_WIDTH_PIXELS = 540  # a wider confusion matrix has no diagram next to it
 
 
-def write_report_pages(runs: Sequence[str], *, out: str | None = None) -> dict[str, Any]:
+def write_report_pages(
+    runs: Sequence[str], *, out: str | None = None, doctor: str | None = None
+) -> dict[str, Any]:
     """Write report.html for each run and, for several runs, a comparison page.
 
     Args:
@@ -62,18 +65,23 @@ def write_report_pages(runs: Sequence[str], *, out: str | None = None) -> dict[s
         out: file or folder for the page of a single run, or for the comparison page of several
             runs. By default, the pages are RUN/report.html, and comparison.html in the common
             parent folder of the runs.
+        doctor: folder of `finetune data doctor`, whose findings the worst mistakes show.
     Returns: a dict with keys "reports" (the paths of the pages) and "comparison" (a path, or None
         for a single run).
-    Raises: RecipeError if a path is not a run directory; CheckpointError if a file of a run is
-        damaged.
+    Raises: RecipeError if a path is not a run directory, or `doctor` has no findings;
+        CheckpointError if a file of a run is damaged.
     """
     paths = list(dict.fromkeys(Path(run) for run in runs))
     loaded_runs = [read_run(path) for path in paths]  # read all runs before writing anything
     check_comparable(loaded_runs)
+    findings = None if doctor is None else DoctorFindings(Path(doctor))
     if len(paths) == 1:
         page = _resolve_output_file(out, REPORT_FILE, paths[0])
-        return {"reports": [str(_write_run_page(loaded_runs[0], page, None))], "comparison": None}
-    reports = [str(_write_run_page(run, run.path / REPORT_FILE, None)) for run in loaded_runs]
+        report = _write_run_page(loaded_runs[0], page, None, findings)
+        return {"reports": [str(report)], "comparison": None}
+    reports = [
+        str(_write_run_page(run, run.path / REPORT_FILE, None, findings)) for run in loaded_runs
+    ]
     common_parent = os.path.commonpath([path.resolve().parent for path in paths])
     # keep the path as the user wrote it if all runs are in one folder
     folder = paths[0].parent if len({path.parent for path in paths}) == 1 else Path(common_parent)
@@ -126,10 +134,12 @@ def _resolve_output_file(out: str | None, name: str, folder: Path) -> Path:
     return path / name
 
 
-def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
+def _write_run_page(
+    run: Run, page: Path, split: Split | None, findings: DoctorFindings | None = None
+) -> Path:
     """Render and write the page of a run."""
     split, why_closed = (split, "") if split is not None else open_reported_split(run)
-    mistakes, images_note = mistake_rows(run, split, why_closed)
+    mistakes, images_note = mistake_rows(run, split, why_closed, findings)
     training_rows, training_note = training_image_rows(run)
     split_name = run.reported_split
     matrix, classes = parse_confusion_matrix(run.metrics(split_name)), class_rows(run, split_name)
@@ -164,6 +174,7 @@ def _write_run_page(run: Run, page: Path, split: Split | None) -> Path:
         "pictures": any(mistake["picture"] for mistake in mistakes),
         "pictures_note": images_note,
         "mistakes_note": no_mistakes_reason(run),
+        "doctor_link": _relative_link(findings.page, page) if findings is not None else "",
         "seen": training_rows,
         "seen_note": training_note,
         "claims": claim_rows(run),
@@ -263,11 +274,7 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
     columns = metric_columns(runs)
     rows, (recipe_rows, scale) = run_rows(groups, runs, columns), group_rows(groups, columns)
     for row, run in zip(rows, runs, strict=True):
-        report = run.path / REPORT_FILE
-        row["link"] = ""
-        if report.is_file():
-            relative = os.path.relpath(report.resolve(), page.parent.resolve())
-            row["link"] = quote(os.fsencode(relative))
+        row["link"] = _relative_link(run.path / REPORT_FILE, page)
     claims = claim_comparison_rows(runs)
     anchors = ["recipes", "curves", "runs", *(["claims"] if claims else [])]
     recipe_count = f"{len(groups)} recipes" if len(groups) > 1 else "one recipe"
@@ -291,6 +298,13 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
         ],
         claims=claims,
     )
+
+
+def _relative_link(target: Path, page: Path) -> str:
+    """Return a link from a page to a file; "" if the file does not exist."""
+    if not target.is_file():
+        return ""
+    return quote(os.fsencode(os.path.relpath(target.resolve(), page.parent.resolve())))
 
 
 def _render_page(page: Path, template: str, **content: Any) -> Path:

@@ -292,7 +292,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     for split in ("train", "val", "test"):
         if split in split_sizes:
             rows.append((f"{split.capitalize()} images", format_count(split_sizes[split])))
-    if decisions := run.record.get("decisions"):
+    if decisions := run.plan.get("decisions"):
         rows.append(("Decisions", describe_decisions(decisions)))
     counts_K = _per_class_counts(run, "class_images")
     draws_K = _per_class_counts(run, "class_draws")

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from finetune.data.fingerprint import compute_digests
 from finetune.data.from_recipe import open_data, open_full_data
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
+from finetune.report.doctor_findings import DoctorFindings
 from finetune.report.run_data import SPLIT_NAMES, Run
 
 __all__ = [
@@ -37,16 +39,19 @@ _PIXELATED_BELOW_PIXELS = 96  # smaller images are enlarged without smoothing
 _MAX_CLASS_THUMBNAILS = 50
 
 
-def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[dict[str, Any]], str]:
+def mistake_rows(
+    run: Run, split: Split | None, note: str = "", findings: DoctorFindings | None = None
+) -> tuple[list[dict[str, Any]], str]:
     """Build a row for each of the worst mistakes in the reported split.
 
     Args:
         run: the run, whose results list the mistakes.
         split: the reported split, to read the images from; None if it cannot be opened.
         note: reason why the split cannot be opened; empty if it is open.
-    Returns: the rows, each a dict in which "picture" is a data URI or empty, and "small" is True if
-        the page enlarges the image; and a note for the page that explains missing images, or an
-        empty string.
+        findings: findings of the doctor; None without them.
+    Returns: the rows, each a dict in which "picture" is a data URI or empty, "small" is True if the
+        page enlarges the image, and "doctor" is the doctor's opinion, or empty; and a note for the
+        page that explains missing images, or an empty string.
     """
     rows = []
     for mistake in run.metrics(run.reported_split).get("mistakes", ()):
@@ -56,7 +61,11 @@ def mistake_rows(run: Run, split: Split | None, note: str = "") -> tuple[list[di
             "predicted": run.class_name(mistake.get("predicted")),
         }
         picture, small = _thumbnail(split, mistake) if split is not None else ("", False)
-        rows.append({**row, "name": row["name"] or "", "picture": picture, "small": small})
+        row |= {"name": row["name"] or "", "picture": picture, "small": small, "doctor": ""}
+        if findings is not None:
+            digest = _digest(split, mistake) if split is not None and picture else None
+            row["doctor"] = findings.describe(run.reported_split, row, digest)
+        rows.append(row)
     if split is not None and rows and not any(row["picture"] for row in rows):
         note = "Images are not shown: the data has changed since the run."
     return rows, note if rows else ""
@@ -148,6 +157,14 @@ def _thumbnail(
     return to_data_uri(pixels_HWC, max_side=max_side), max(
         pixels_HWC.shape
     ) < _PIXELATED_BELOW_PIXELS
+
+
+def _digest(split: Split, image: dict[str, Any]) -> str | None:
+    """Return the hexadecimal digest of an image; None if it is streamed."""
+    if split.is_streamed:
+        return None
+    row = split.image_rows[[image["index"]]]
+    return compute_digests(split.images, row).tobytes().hex()
 
 
 def to_data_uri(pixels_HWC: NDArray[np.uint8], *, max_side: int) -> str:

@@ -32,6 +32,16 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Number = Annotated[float, Field(gt=-1e300, lt=1e300)]
 
 
+class DecisionsRecord(TypedDict):
+    """`DecisionSummary`: what `data.decisions` has changed."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    splits: dict[str, dict[str, _Count]]
+    merged: dict[str, str]
+    not_applied: _Count
+
+
 class PlanRecord(TypedDict, total=False):
     """The checked part of `TrainingSetup.plan`."""
 
@@ -43,16 +53,7 @@ class PlanRecord(TypedDict, total=False):
     trainable_parameters: _Count
     images: dict[str, Any]
     weights: dict[str, Any]
-
-
-class DecisionsRecord(TypedDict):
-    """`DecisionSummary`: what `data.decisions` has changed."""
-
-    __pydantic_config__ = _CONFIG  # type: ignore[misc]
-
-    splits: dict[str, dict[str, _Count]]
-    merged: dict[str, str]
-    not_applied: _Count
+    decisions: DecisionsRecord  # only with `data.decisions`
 
 
 class TeacherRecord(TypedDict, total=False):
@@ -86,7 +87,6 @@ class RunRecord(TypedDict, total=False):
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
     train_val_fingerprint: str | None  # the same if only the seed that splits them differs
     leakage: list[str]  # result of `find_train_leakage`
-    decisions: DecisionsRecord  # only with `data.decisions`
     weights_sha256: str | None  # sha256 of the weights file that training started from
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/

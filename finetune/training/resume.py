@@ -22,7 +22,7 @@ from finetune.recipe.training_keys import changed_training_keys, training_keys
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.environment import collect_environment
 from finetune.run.record import read_recipe, read_record, write_record
-from finetune.run.schema import DecisionsRecord, PlanRecord, RunRecord, TeacherRecord
+from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
 
 __all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_or_resume"]
@@ -110,8 +110,6 @@ def start_or_resume(
         "weights_sha256": setup.built.provenance.get("sha256"),
         "preprocessing": _preprocessing_entry(setup),
     }
-    if setup.source.decisions is not None:
-        record["decisions"] = cast(DecisionsRecord, dataclasses.asdict(setup.source.decisions))
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
     write_record(run, record)

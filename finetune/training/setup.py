@@ -277,6 +277,7 @@ class TrainingSetup:
 
     def plan(self) -> dict[str, Any]:
         """Return the settings and sizes of the run, for `--dry-run` and run.json."""
+        decisions = self.source.decisions
         return {
             "architecture": self.built.architecture,
             "weights": self.built.provenance,
@@ -297,6 +298,7 @@ class TrainingSetup:
             "warmup_steps": self.warmup_steps,
             "batch_size": self.recipe.data.batch_size,
             "workers": self.num_workers,
+            **({} if decisions is None else {"decisions": dataclasses.asdict(decisions)}),
             **({"task": self.recipe.data.task} if self.is_multilabel else {}),
             **(
                 {"class_draws": self.epoch_class_counts.tolist()}

@@ -148,7 +148,7 @@ def test_report(monkeypatch: Patch, capsys: Captured) -> None:
     write = Double({"reports": ["a/report.html", "b/report.html"], "comparison": None})
     replace_module(monkeypatch, "finetune.report.page", write_report_pages=write)
     assert main(["report", "a", "b", "--out", "c"]) == 0
-    assert write.calls == [((("a", "b"),), {"out": "c"})]
+    assert write.calls == [((("a", "b"),), {"out": "c", "doctor": None})]
     assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
 
 

@@ -52,7 +52,7 @@ def test_a_run_reports_decisions_wherever_it_reports_test_metrics(tmp_path: Path
     assert results["test"]["examples"] == 353
     assert "decisions" not in results["val"]
     record = RunDir(run).read_json("run.json") or {}
-    assert record["decisions"] == {
+    assert record["plan"]["decisions"] == {
         "splits": {"train": {"dropped": 1, "relabeled": 1}, "test": changes},
         "merged": {"8": "9"},
         "not_applied": 0,
@@ -95,7 +95,7 @@ def test_a_run_leaves_the_test_split_alone_by_default(tmp_path: Path) -> None:
         results = train(make_recipe(), tmp_path / "run")
     assert (results["test"]["examples"], results["test"].get("decisions")) == (355, None)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["decisions"]["not_applied"] == 3
+    assert record["plan"]["decisions"]["not_applied"] == 3
     assert any("decisions_on_test" in message for message in messages)
     (tmp_path / "decisions.csv").write_text(DECISIONS.replace("relabel,train,1,1,7", ""))
     with refused("data.changed", "train"):

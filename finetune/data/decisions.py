@@ -271,8 +271,9 @@ def apply_decisions(
         if name == "test" and not on_test:
             not_applied = num_dropped + num_relabeled
         elif num_dropped + num_relabeled:
-            changed = dataclasses.replace(split, labels=labels)
-            splits[name] = changed.subset(np.flatnonzero(is_kept))
+            kept = np.flatnonzero(is_kept)
+            changed = dataclasses.replace(split, labels=labels).subset(kept)
+            splits[name] = dataclasses.replace(changed, draw_indices=kept)
             counts[name] = {"dropped": num_dropped, "relabeled": num_relabeled}
     changed_source = dataclasses.replace(source, splits=splits)
     _check_classes(source, changed_source)

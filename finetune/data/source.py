@@ -38,6 +38,8 @@ class Split:
         decode_size: minimum side in pixels of decoded JPEGs, see `decode_image`; None: full size.
         groups: (N,) str objects, the group of each image, such as a patient; "" for none. Images of
             a group should be in the same split. None if the groups are unknown.
+        draw_indices: (N,) int64, for each image the index of its random draw, see `random_draws`;
+            None for 0 to N - 1.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Split:
     rows: np.ndarray | None = field(default=None, repr=False)
     decode_size: int | None = None
     groups: np.ndarray | None = field(default=None, repr=False)
+    draw_indices: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,7 +97,19 @@ class Split:
         chosen = np.asarray(indices, dtype=np.int64)
         rows = chosen if self.rows is None else self.rows[chosen]
         groups = None if self.groups is None else self.groups[chosen]
-        return dataclasses.replace(self, labels=self.labels[chosen], rows=rows, groups=groups)
+        return dataclasses.replace(
+            self, labels=self.labels[chosen], rows=rows, groups=groups, draw_indices=None
+        )
+
+    def random_draws(self, entropy: int | list[int]) -> np.ndarray:
+        """Draw a raw 64-bit number for each image, (N,).
+
+        The numbers of PCG64 are the same in all NumPy versions, unlike NumPy's shuffles. An image
+        that `data.decisions` drops does not change the numbers of others.
+        """
+        indices = np.arange(len(self)) if self.draw_indices is None else self.draw_indices
+        draws: np.ndarray = np.random.PCG64(entropy).random_raw(int(indices.max(initial=0)) + 1)
+        return draws[indices]
 
     @property
     def is_streamed(self) -> bool:

@@ -53,6 +53,7 @@ def merge_val(source: Source) -> Source:
         images=images,
         rows=np.concatenate([train.image_rows, val.image_rows + len(train.images)]),
         groups=None if train.groups is None else np.concatenate([train.groups, val.groups]),
+        draw_indices=None,
     )
     return dataclasses.replace(source, splits=splits)
 
@@ -197,7 +198,7 @@ def _draw_per_class(
         num_wanted: maximum images of each of these classes.
         entropy: seeds of PCG64.
     """
-    draws = np.random.PCG64(entropy).random_raw(len(split))
+    draws = split.random_draws(entropy)
     chosen = [
         members[np.argsort(draws[members], kind="stable")][:count]
         for label, count in zip(classes, num_wanted, strict=True)
@@ -209,9 +210,8 @@ def _draw_per_class(
 def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Source:
     """Split a stratified validation set off the training split, unless the source has one.
 
-    Each training image gets one raw 64-bit number from PCG64(seed), which is the same in all NumPy
-    versions, unlike NumPy's shuffles. In each class, the images with the smallest numbers move to
-    validation: round-half-up(val_fraction * images), at least 1, but never the last training image.
+    In each class, the images with the smallest `random_draws` move to validation:
+    round-half-up(val_fraction * images), at least 1, but never the last training image.
 
     With `Split.groups`, whole groups move instead of single images, see `_hold_out_groups`.
 
@@ -233,7 +233,7 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
     if train is None:
         message = f"{source.name}: no train split to take a validation split from; add one"
         raise DataError(message, code="data.no_split")
-    draws = np.random.PCG64(seed).random_raw(len(train))
+    draws = train.random_draws(seed)
     if train.groups is None:
         in_val = _hold_out_images(train.labels, draws, val_fraction)
     else:

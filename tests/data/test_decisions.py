@@ -20,6 +20,7 @@ from finetune.data.decisions import (
 )
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
+from finetune.data.splits import hold_out_validation, subsample
 
 HEADER = "action,split,index,path,given,label,digest"
 
@@ -82,6 +83,24 @@ def test_changes_multilabel_images(tmp_path: Path) -> None:
     assert changed.class_names == ["cat", "dog"]
     assert changed.splits["train"].labels.tolist() == [[1, 0], [1, 1], [0, 0]]
     assert summary.splits == {"train": {"dropped": 0, "relabeled": 3}}
+
+
+def test_other_images_keep_their_split(tmp_path: Path) -> None:
+    """So that the accuracies with and without decisions can be compared."""
+    digits = open_source("embedded:digits")
+    text = "action,split,index,label\ndrop,train,0,\ndrop,train,700,\nrelabel,train,9,3\n"
+    changed, _ = apply_text(digits, tmp_path, text)
+    before, after = (
+        {*hold_out_validation(source, 0.2, 0).splits["val"].image_rows}
+        for source in (digits, changed)
+    )
+    assert len(before) > 250
+    assert len(before ^ after) <= 4
+    before, after = (
+        {*subsample(source, "train", 500, 0).splits["train"].image_rows}
+        for source in (digits, changed)
+    )
+    assert len(before ^ after) <= 6
 
 
 def test_merges_follow_each_other(source: Source, tmp_path: Path) -> None:

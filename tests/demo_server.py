@@ -82,7 +82,6 @@ def run_server(serve: Callable[[], object], **environment: str) -> Iterator[Demo
         serve: runs in the child, which has the imports of this process.
         environment: added to the environment of this process.
     """
-    pytest.importorskip("gradio", reason="Gradio is not installed: pip install '.[demo]'")
     read_fd, write_fd = os.pipe()
 
     def run_child() -> None:
@@ -130,6 +129,7 @@ def run_demo(model: str, *, setup_code: str = "", **environment: str) -> Iterato
         setup_code: run first, for example to remove a protection.
         environment: added to the environment of this process.
     """
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install '.[demo]'")
 
     def serve() -> None:
         exec(f"{GUARD}\n{setup_code}", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,12 +10,14 @@ import click
 from finetune.cli.command import CommandGroup, CommandResult, command
 from finetune.cli.output import format_nested
 from finetune.cli.shared_arguments import (
+    PORT,
     check_model_argument,
     check_run_or_model_folder,
     checked_by,
     source_argument,
 )
 from finetune.errors import DataError, redact_urls
+from finetune.log import logger
 
 __all__ = ["data"]
 
@@ -99,16 +102,33 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     help="Run directory trained on SOURCE: its predictions count too, for images it has held out.",
 )
 @multilabel_option
-def doctor(source: str, out: str, **options: Any) -> CommandResult:
+@click.option(
+    "--review",
+    is_flag=True,
+    help="Decide about the findings in DIR on a web page, which saves DIR/decisions.csv.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the page.")
+@click.option("--port", default=7861, show_default=True, type=PORT, help="0: any free port.")
+def doctor(
+    source: str, out: str, host: str, port: int, *, review: bool, **options: Any
+) -> CommandResult:
     """Find wrong labels, near-duplicates, leaks and outliers in SOURCE.
 
     SOURCE is a folder or file of images, or a prefixed source as in data.source; see
     `finetune start`. The doctor lists its findings in DIR and changes no image and no label.
+    With --review and without --weights, findings that DIR already has are used.
     """
     from finetune.doctor.diagnosis import diagnose, format_diagnosis
 
-    diagnosis = diagnose(source, out=out, **options)
-    return CommandResult(diagnosis, format_diagnosis(diagnosis, out))
+    has_findings = Path(out, "doctor.json").exists()
+    if not (review and has_findings and not options["weights"]):
+        diagnosis = diagnose(source, out=out, **options)
+        if not review or not diagnosis:
+            return CommandResult(diagnosis, format_diagnosis(diagnosis, out))
+        logger.info(format_diagnosis(diagnosis, out))
+    from finetune.doctor.review_server import serve_review
+
+    return CommandResult(serve_review(source, folder=out, host=host, port=port), "")
 
 
 for each in (info, scan, doctor):

@@ -5,9 +5,11 @@
     drop,train,4,cat/9.jpg,cat,,
     keep,train,5,cat/12.jpg,cat,,
     merge,,,,kitten,cat,
+    keep,,,,cow,calf,
 
 `relabel` corrects a label, and `drop` removes an image. `keep` changes nothing, and records that a
-person has looked. `merge` gives all images of the class `given` the class `label`, in all splits.
+person has looked: at an image, or at the classes `given` and `label`. `merge` gives all images of
+the class `given` the class `label`, in all splits.
 `path` is `Split.name_of(index)`, and `index` the position in the split as `open_source` returns it;
 a path alone is enough if no other image has it. `given` is the label in the source, and `digest`
 the hexadecimal digits of the image's `image_digest`. Both may be empty; if they are given, a
@@ -205,7 +207,7 @@ def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
                 "leave split, index and path empty",
                 code="data.wrong_format",
             )
-    elif not names_image:
+    elif not (names_image or (action == "keep" and texts["given"])):
         message = f"{action} which image? fill the column 'path', or 'split' and 'index'"
         raise DataError(message, code="data.no_image")
     if action == "relabel" and not texts["label"]:
@@ -254,7 +256,7 @@ def apply_decisions(
     Raises: DataError naming the decision, if its image or class does not exist or has changed, if
         an image has two decisions, or if a class or a split keeps no image.
     """
-    located = _locate_images(source, [one for one in decisions if one.action != "merge"])
+    located = _locate_images(source, [one for one in decisions if one.path or one.split])
     _check_unchanged(source, located)
     into_K = _resolve_merges(source, [one for one in decisions if one.action == "merge"])
     splits, counts, not_applied = {}, {}, 0

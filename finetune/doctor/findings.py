@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
 
+from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, redact_urls
 from finetune.files import open_regular_file
 
-__all__ = ["DIAGNOSIS_FILE", "KINDS", "Findings", "class_key", "read_findings"]
+__all__ = ["DIAGNOSIS_FILE", "KINDS", "Findings", "class_key", "open_findings", "read_findings"]
 
 DIAGNOSIS_FILE = "doctor.json"
 NEIGHBORS_FILE = "neighbors.npz"
@@ -68,6 +70,7 @@ class _Split(TypedDict):
 class _Diagnosis(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
+    multilabel: bool
     splits: dict[str, _Split]
     label_errors: list[_Image]
     duplicates: list[list[_Image]]
@@ -126,6 +129,11 @@ class Findings:
         key = f"{image['split']}/{image['index']}"
         self.images.setdefault(key, image)
         return key
+
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image may have any number of labels."""
+        return any(split.is_multilabel for split in self.source.splits.values())
 
     def describe(self, kind: str, start: int, stop: int) -> list[dict[str, Any]]:
         """Describe some findings of a kind, as JSON values for the page.
@@ -221,48 +229,77 @@ def _join_labels(label: _Label) -> str:
     return "|".join(label) or "[]"
 
 
+def open_findings(source: str, folder: Path, *, decode_size: int | None = None) -> Findings:
+    """Open a source, and read the findings about it.
+
+    Args:
+        source: the source string.
+        folder: the folder with doctor.json.
+        decode_size: minimum side in pixels of decoded JPEGs, see `Split`.
+    Raises: DataError if the source cannot be opened, or as in `read_findings`.
+    """
+    diagnosis = _read_diagnosis(folder, source)
+    opened = open_source(source, multilabel=diagnosis["multilabel"], decode_size=decode_size)
+    return _check_findings(folder, opened, diagnosis)
+
+
 def read_findings(folder: Path, source: Source) -> Findings:
-    """Read the findings that `finetune data doctor` wrote.
+    """Read the findings about an open source.
 
     Args:
         folder: the folder with doctor.json.
         source: the dataset, as it is now.
-    Raises: DataError if the file is missing or damaged, or is about other data.
+    Raises: DataError if the findings are missing or damaged, or about other data.
     """
+    return _check_findings(folder, source, _read_diagnosis(folder, source.name))
+
+
+def _read_diagnosis(folder: Path, source: str) -> _Diagnosis:
     file = folder / DIAGNOSIS_FILE
-    name = redact_urls(source.name)
-    again = f"run it again: finetune data doctor {name}"
     try:
         with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
-            diagnosis = _ADAPTER.validate_json(stream.read())
+            return _ADAPTER.validate_json(stream.read())
     except FileNotFoundError as error:
         raise DataError(
-            f"{file}: no such file; find the problems first: finetune data doctor {name}",
+            f"{file}: no such file; find the problems first: {_command(source, folder)}",
             code="data.not_found",
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{file}: cannot be read ({_first_line(error)}); {again}", code="data.damaged"
+            f"{file}: cannot be read ({_first_line(error)}); write it again: "
+            f"{_command(source, folder)}",
+            code="data.damaged",
         ) from error
+
+
+def _check_findings(folder: Path, source: Source, diagnosis: _Diagnosis) -> Findings:
     now = {name: split.fingerprint for name, split in source.splits.items()}
     then = {name: split["fingerprint"] for name, split in diagnosis["splits"].items()}
     if now != then:
-        changed = sorted(split for split in now.keys() | then if now.get(split) != then.get(split))
+        splits = now.keys() | then.keys()
+        changed = sorted(name for name in splits if now.get(name) != then.get(name))
         raise DataError(
-            f"{file}: is about other images or labels than {name} has now (splits: "
-            f"{', '.join(changed)}); {again}",
+            f"{folder / DIAGNOSIS_FILE}: is about other images or labels than "
+            f"{redact_urls(source.name)} has now (in {', '.join(changed)}); find the problems "
+            f"again: {_command(source.name, folder)}",
             code="data.changed",
         )
+    num_rows = sum(map(len, source.splits.values()))
+    num_errors = len(diagnosis["label_errors"])
     try:
-        num_rows = sum(map(len, source.splits.values()))
-        num_errors = len(diagnosis["label_errors"])
         neighbors = _read_neighbors(folder / NEIGHBORS_FILE, num_errors, num_rows)
         return Findings(source, diagnosis, neighbors)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{folder}: the findings are damaged ({_first_line(error)}); {again}",
+            f"{folder}: the findings are damaged ({_first_line(error)}); write them again: "
+            f"{_command(source.name, folder)}",
             code="data.damaged",
         ) from error
+
+
+def _command(source: str, folder: Path) -> str:
+    """Return the command that writes the findings."""
+    return shlex.join(["finetune", "data", "doctor", redact_urls(source), "--out", str(folder)])
 
 
 def _read_neighbors(file: Path, num_errors: int, num_rows: int) -> dict[str, NDArray[np.int64]]:

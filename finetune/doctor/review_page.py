@@ -6,6 +6,7 @@ page has the findings and their pictures, and the browser saves the decisions as
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import shlex
@@ -21,7 +22,7 @@ from finetune.progress import item_bar
 from finetune.report.html import render_html
 from finetune.report.thumbnails import to_data_uri
 
-__all__ = ["DECISIONS_FILE", "PAGE_FILE", "render_review", "write_review_page"]
+__all__ = ["DECISIONS_FILE", "PAGE_FILE", "render_review", "training_command", "write_review_page"]
 
 PAGE_FILE = "doctor.html"
 DECISIONS_FILE = "decisions.csv"
@@ -75,12 +76,16 @@ _IMAGE_COLUMNS = ("split", "index", "path", "digest")
 
 def _picture_uris(findings: Findings, sides: Mapping[str, int]) -> dict[str, str]:
     """Encode pictures. Returns: data URIs by key, empty for images that cannot be read."""
+    splits = {
+        name: dataclasses.replace(split, decode_size=_PICTURE_PIXELS)
+        for name, split in findings.source.splits.items()
+    }
     uris = {}
     with item_bar(len(sides), label="pictures") as bar:
         for key, side in sides.items():
             split, index = findings.locate(key)
             try:
-                pixels_HWC = findings.source.splits[split].decode(index)
+                pixels_HWC = splits[split].decode(index)
                 uris[key] = to_data_uri(pixels_HWC, max_side=side)
             except FinetuneError:
                 uris[key] = ""
@@ -135,11 +140,11 @@ def render_review(
         "id": hashlib.sha256("".join(fingerprints).encode()).hexdigest()[:16],
         "source": source,
         "classes": findings.source.class_names,
-        "multilabel": any(split.is_multilabel for split in findings.source.splits.values()),
+        "multilabel": findings.is_multilabel,
         "kinds": kinds,
         "decisions": dict(decisions or {}),
         "decisions_file": str(decisions_file),
-        "command": shlex.join(["finetune", "train", source, f"data.decisions={decisions_file}"]),
+        "command": training_command(findings.source, decisions_file),
         **(embedded or {"findings": None, "pictures": None}),
     }
     return render_html(
@@ -150,6 +155,12 @@ def render_review(
         title=f"Review of {source}",
         data=data,
     )
+
+
+def training_command(source: Source, decisions_file: Path) -> str:
+    """Return the command that trains with the decisions."""
+    arguments = [redact_urls(source.name), f"data.decisions={decisions_file}"]
+    return shlex.join(["finetune", "train", *arguments])
 
 
 def _keys_of(finding: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def test_drops_relabels_and_merges(source: Source, tmp_path: Path) -> None:
     digest = train.digests[2].tobytes().hex()
     text = (
         f"{HEADER}\ndrop,train,0,train/cat/0.png,cat,,\nrelabel,train,2,,cat,dog,{digest}\n"
-        "keep,,,train/cow/1.png,,,\nmerge,,,,cow,cat,\n"
+        "keep,,,train/cow/1.png,,,\nmerge,,,,cow,cat,\nkeep,,,,cat,dog,\n"
     )
     with logging_nothing():
         changed, summary = apply_text(source, tmp_path, text)

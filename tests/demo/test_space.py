@@ -236,6 +236,7 @@ def test_runs_from_its_folder_alone(
             os.execv(sys.executable, [sys.executable, "-c", program])
         exec_in_fork(program)
 
+    pytest.importorskip("gradio")
     with run_server(serve, **environment) as server:
         page = http_request(server.url, Sec_Fetch_Site="cross-site", Sec_Fetch_Dest="iframe")
         assert page[0] == 200

@@ -13,6 +13,7 @@ from demo_server import browser
 from doctor_findings import write_findings
 from small_datasets import write_image_folder
 
+from finetune.data.decisions import apply_decisions, read_decisions
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.doctor.review_page import write_review_page
@@ -84,6 +85,30 @@ def test_unreadable_image_has_no_picture(tmp_path: Path) -> None:
 def chromium() -> Iterator[Any]:
     with browser() as opened:
         yield opened
+
+
+def test_decisions_are_saved_as_a_file(chromium: Any, page: Path, source: Source) -> None:
+    tab = chromium.new_page()
+    tab.goto(page.as_uri())
+    for key in ("2", "1", "d"):
+        tab.keyboard.press(key)
+    tab.get_by_role("button", name="Classes").click()
+    tab.keyboard.press("m")
+    tab.reload()
+    tab.click("#finish-button")
+    with tab.expect_download() as download:
+        tab.click("#download")
+    decisions = read_decisions(download.value.path())
+    assert [(one.action, one.label) for one in decisions] == [
+        ("relabel", source.class_names[1]),
+        ("keep", None),
+        ("drop", None),
+        ("merge", source.class_names[1]),
+    ]
+    train = source.splits["train"]
+    assert [one.path for one in decisions[:3]] == [train.name_of(index) for index in range(3)]
+    changed, _ = apply_decisions(source, decisions, on_test=False)
+    assert len(changed.splits["train"]) == len(train) - 1
 
 
 @pytest.mark.parametrize("width", [1280, 390])

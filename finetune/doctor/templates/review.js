@@ -9,7 +9,8 @@ const REASONS = {
   far_from_others: "Unlike the other images", blank: "Blank", tiny: "Tiny", over_exposed: "Overexposed",
   under_exposed: "Underexposed", odd_shape: "Odd shape", unreadable: "Cannot be read",
 };
-let kind = data.kinds.find((each) => each.keys.length) ?? data.kinds[0];
+const DONE = { keep: "kept", drop: "dropped", relabel: "relabeled", merge: "merged" };
+let kind = data.kinds[0];
 let current = 0; // index of the finding
 let selected = 0; // index of the image in it
 const undoSteps = [];
@@ -76,6 +77,9 @@ function decide(changes) {
   const merges = new Map([...decisions].filter(([, each]) => each.action === "merge").map(([key, each]) => [each.given, [key, each.label]]));
   for (const [key, change] of changes) {
     const other = change?.action === "merge" && merges.get(change.given);
+    let into = change?.label;
+    while (merges.has(into) && merges.get(into)[0] !== key) into = merges.get(into)[1];
+    if (change?.action === "merge" && into === change.given) return announce(`“${change.label}” is already merged into “${change.given}”; undo that first.`, true);
     if (other && other[0] !== key) return announce(`“${change.given}” is already merged into “${other[1]}”; undo that first.`, true);
   }
   undoSteps.push({ kind, current, before: changes.map(([key]) => [key, decisions.get(key) ?? null]) });
@@ -137,9 +141,11 @@ if (data.pictures) {
 }
 
 async function save() {
+  document.body.toggleAttribute("data-unsaved", isSaving || unsaved.size > 0);
   if (isSaving || !unsaved.size) return;
   if (data.pictures) {
     unsaved.clear();
+    document.body.removeAttribute("data-unsaved");
     try { localStorage.setItem(storageKey, JSON.stringify([...decisions])); } catch { /* as above */ }
     return;
   }
@@ -159,7 +165,7 @@ async function save() {
     delay = 2000;
   }
   isSaving = false;
-  if (unsaved.size) setTimeout(save, delay);
+  setTimeout(save, delay);
 }
 addEventListener("beforeunload", (event) => { if (unsaved.size) event.preventDefault(); });
 
@@ -309,8 +315,11 @@ function row(index) {
   const key = found.images[0]?.key ?? found.examples[0]?.[1][0];
   const decided = keys.filter((each) => decisions.has(each));
   let state = null;
-  if (keys.length === 1) state = mark(keys[0]);
-  else if (decided.length) state = element("span", { class: "mark" }, decided.length === keys.length ? "done" : `${decided.length} of ${keys.length}`);
+  if (decided.length && keys.length > 1) state = element("span", { class: "mark" }, decided.length === keys.length ? "done" : `${decided.length} of ${keys.length}`);
+  else if (decided.length) {
+    const { action } = decisions.get(keys[0]);
+    state = element("span", { class: `mark ${action}` }, DONE[action]);
+  }
   made.append(key ? picture(key, "small", "") : element("span", { class: "frame" }),
     element("span", {}, element("span", { class: "text" }, ...title(found)),
       element("span", { class: "text hint" }, bdi(found.images[0]?.path ?? ""))), state ?? "");
@@ -369,8 +378,11 @@ function goTo(index) {
   render();
   $("finding").scrollTop = 0;
   if (!document.querySelector("dialog[open]")) $("finding").focus({ preventScroll: true });
+  if (data.pictures) return;
+  // load ahead, so that no key has to wait
+  finding(current + PAGE / 2);
   const next = finding(current + 1)?.images[0];
-  if (next && !data.pictures) new Image().src = `picture/large/${next.key}`; // load it ahead
+  if (next) new Image().src = `picture/large/${next.key}`;
 }
 
 // --- dialogs ---------------------------------------------------------------------------------
@@ -386,6 +398,7 @@ function chooseLabel(found) {
   $("label-title").textContent = found.classes ? `Merge “${found.classes[0]}” into` : data.multilabel ? "Labels of this image" : "Label of this image";
   $("label-done").hidden = !data.multilabel || Boolean(found.classes);
   $("label-input").value = "";
+  $("label-input").placeholder = $("label-done").hidden ? "Type to search" : "Type to search; Enter adds or removes, Ctrl+Enter applies";
   $("label-dialog").showModal();
   renderLabels();
 }
@@ -419,6 +432,7 @@ function takeLabel(label) {
 
 $("label-input").addEventListener("input", () => { labelChoice.active = 0; renderLabels(); });
 $("label-input").addEventListener("keydown", (event) => {
+  event.stopPropagation(); // Enter closes the dialog, and must not decide the next finding too
   if (event.key === "ArrowDown" || event.key === "ArrowUp") {
     labelChoice.active += event.key === "ArrowDown" ? 1 : -1;
     renderLabels();
@@ -435,11 +449,11 @@ $("label-done").addEventListener("click", () => {
 });
 
 function finish() {
-  const actions = [...decisions.values()].map((each) => each.action);
   const left = data.kinds.reduce((sum, each) => sum + each.keys.length - countDecided(each), 0);
-  const number = (action) => actions.filter((each) => each === action).length;
+  const totals = new Map();
+  for (const { action } of decisions.values()) totals.set(action, (totals.get(action) ?? 0) + 1);
   $("finish-title").textContent = left ? `${count(left, "finding")} left` : "All findings are decided";
-  $("finish-counts").textContent = `${count(number("drop"), "image")} dropped, ${number("relabel")} with another label, ${number("keep")} kept, ${count(number("merge"), "class", "classes")} merged.`;
+  $("finish-counts").textContent = [...totals].map(([action, number]) => `${number.toLocaleString("en")} ${DONE[action]}`).join(", ") || "No decisions yet.";
   $("finish-how").textContent = data.pictures ? "Save the decisions, and train with them:" : `The decisions are in ${data.decisions_file}. Train with them:`;
   $("command").textContent = data.command;
   const test = [...decisions].filter(([key, each]) => each.action !== "keep" && splitOf(key) === "test").length;
@@ -490,4 +504,6 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-goTo(kind.keys.length ? Math.max(0, nextUndecided(kind, -1)) : 0);
+if (!data.findings) data.kinds.forEach((each) => finding(Math.max(0, nextUndecided(each, -1)), each));
+kind = data.kinds.find((each) => nextUndecided(each, -1) >= 0) ?? data.kinds.find((each) => each.keys.length) ?? kind;
+goTo(Math.max(0, nextUndecided(kind, -1)));

@@ -92,14 +92,15 @@ def read_untrusted_json(path: Path, label: str) -> Any:
         ) from error
     except ValueError as error:
         raise WeightsError(
-            f"{label} cannot be used ({error}); download it again",
+            f"{label} cannot be used ({error}); restore it from a copy or download it again",
             code="weights.wrong_format",
         ) from error
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{label} is not JSON ({error}); download it again", code="weights.damaged"
+            f"{label} is not JSON ({error}); restore it from a copy or download it again",
+            code="weights.damaged",
         ) from error
 
 

@@ -45,7 +45,7 @@ def is_run_dir(folder: Path) -> bool:
         if not status.startswith("done") or not has_model:
             what = "has no model/" if status == "done" else f"is not finished ({status})"
             raise CheckpointError(
-                f"{folder}: {what}; continue the run: {resume_command(folder)}, then push",
+                f"{folder}: {what}; continue the run: {resume_command(folder)}",
                 code="checkpoint.not_finished",
             )
         return True

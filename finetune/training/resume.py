@@ -116,15 +116,20 @@ def start_or_resume(
     return start_step
 
 
-def check_no_existing_run(run: RunDir) -> None:
-    """Raise SetupError if the folder holds a finished run or one with checkpoints."""
+def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
+    """Raise SetupError if the folder holds a finished run or one with checkpoints.
+
+    Args:
+        run: the run directory.
+        has_stage: True if a stage of the run has checkpoints.
+    """
     record = read_record(run)
     if _is_done(run, record):
         raise SetupError(
             f"{run.path}: already contains a finished run; start a new one with {_new_out(run)}",
             code="setup.run_exists",
         )
-    if run.checkpoint_steps():
+    if has_stage or run.checkpoint_steps():
         raise SetupError(
             f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it: "
             f"{resume_command(run.path)}, or start a new one with {_new_out(run)}",

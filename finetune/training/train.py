@@ -48,7 +48,7 @@ from finetune.training.finalize import (
 from finetune.training.launcher import get_launcher
 from finetune.training.meter import TrainMeter
 from finetune.training.rank_errors import RankErrors
-from finetune.training.resume import record_plan, start_or_resume
+from finetune.training.resume import check_no_existing_run, record_plan, start_or_resume
 from finetune.training.sanity import check_setup
 from finetune.training.setup import build_setup
 from finetune.training.signals import StopSignals
@@ -96,7 +96,7 @@ def train(
         # A checkpoint of the run itself means that all stages are done.
         stages_done = not dry_run and run_on_main(accelerator, RunDir(out).checkpoint_steps)
         if not dry_run and not stages_done:
-            run_on_main(accelerator, lambda: _write_recipe_before_stages(recipe, Path(out)))
+            run_on_main(accelerator, lambda: _prepare_stages(recipe, Path(out), resume=resume))
         for number, stage in enumerate([] if stages_done else stage_recipes(recipe), start=1):
             folder = stage_folder(out, number)
             _train(
@@ -120,12 +120,17 @@ def train(
     )
 
 
-def _write_recipe_before_stages(recipe: Recipe, out: Path) -> None:
-    """Write recipe.yaml if no stage has started, so that --resume finds it during the stages."""
+def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
+    """Write recipe.yaml if no stage has started, so that --resume finds it during the stages.
+
+    Raises: SetupError if a stage has started and `resume` is False.
+    """
     with contextlib.closing(RunDir(out)) as run:
         run.open()
-        is_new = not RunDir(stage_folder(out, 1)).checkpoint_steps()
-        if is_new and not (out / "run.json").exists():
+        has_stage = bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
+        if not resume:
+            check_no_existing_run(run, has_stage=has_stage)
+        if not has_stage and not (out / "run.json").exists():
             write_atomically(out / "recipe.yaml", recipe.to_yaml())
 
 

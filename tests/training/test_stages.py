@@ -112,6 +112,8 @@ def test_killed_run_resumes_bit_exactly(tmp_path: Path, step: int, overrides: li
     recipe = make_recipe(*overrides)
     train(recipe, tmp_path / "whole")
     train_until_killed(step, recipe, tmp_path / "run")
+    with refused("setup.run_exists", f"--out {tmp_path / 'run-2'}"):
+        train(recipe, tmp_path / "run")
     # the run directory has its whole recipe from the first stage on
     check_child_success(run_command_in_child("train", tmp_path / "run", "--resume"))
     check_same_run(tmp_path / "run", tmp_path / "whole")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["default_run_name", "start", "train"]
 
 _download_option = click.option(
-    "--download", is_flag=True, help="Also compare better weights from the Hub, if it has any."
+    "--download", is_flag=True, help="Also download and compare weights that are probably better."
 )
 
 

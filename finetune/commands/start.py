@@ -82,7 +82,7 @@ _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
 _CHOICE_NAME = re.compile(r"[0-9a-f]{64}\.json")
 # Overrides that change frozen features, or how they are computed.
 _FEATURE_KEYS = ("data.", "model.args", "model.rename.", "model.posemb", "model.pretrained", "run.")
-# Keys for the run only, in trials.
+# Overrides of a trial: settings that matter only to the run itself.
 _TRIAL_OVERRIDES = (
     *("run.test=false", "run.push_to=null", "run.push_private=false", "run.trackers=[]"),
     *("run.num_processes=null", "run.patience=null", "run.best=last", "model.compile=false"),
@@ -130,16 +130,16 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found out about the data, and kept for the next start.
+    """The choices for a dataset, which are kept in the cache for the next start.
 
     Attributes:
         score: the chosen weights and image size, with their score.
         frozen: True to train only the classifier.
-        epochs: passes over the data in which all weights are trained.
-        reason: why only the classifier or all weights are trained.
+        epochs: number of epochs in which all weights are trained.
+        reason: reason for training only the classifier, or all weights.
         findings: lines about all weights that were compared.
-        seconds: estimated time of training on this machine; of computing the features if frozen;
-            None if it was not measured.
+        seconds: estimated seconds of training on this machine or, if frozen, of computing the
+            features; None if they were not measured.
     """
 
     score: Score
@@ -159,7 +159,7 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
     Args:
         source: a folder, or a source string as in `data.source`.
         overrides: overrides by the user, each `section.key=value`; they win over chosen values.
-        download: True to download the weights of `suggest_weights` and to consider them too.
+        download: True to download the weights of `suggest_weights` and to compare them too.
     Raises: RecipeError for invalid overrides, before any image is read; DataError if the images
         cannot be used for training.
     """
@@ -291,7 +291,7 @@ class _RecipeBuilder:
         source: the data, without a held-out validation split.
         stats: statistics of the data.
         overrides: the user's overrides; they win over chosen values.
-        asked: their values by section and key, such as "optim.lr".
+        asked: values of the user's overrides by section and key, such as "optim.lr".
     """
 
     source: Source
@@ -314,7 +314,7 @@ class _RecipeBuilder:
     def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str | None:
         """Return a hash of everything that the choice depends on.
 
-        Returns: None if a later change of the images could go unnoticed.
+        Returns: the hash; None if a later change of the images could go unnoticed.
         """
         images_keys = {name: split.cache_key() for name, split in self.source.splits.items()}
         if None in images_keys.values():
@@ -340,7 +340,7 @@ class _RecipeBuilder:
         return False if is_random or has_teacher else None
 
     def usual_epochs(self) -> int:
-        """Return the passes over the data for training all weights, without a time budget."""
+        """Return the number of epochs for training all weights, ignoring the time budget."""
         num_train, steps = self.stats.num_train, self.asked.get("optim.steps")
         if steps:
             batch_size = self.asked.get("data.batch_size", _choose_batch_size(num_train))
@@ -389,8 +389,8 @@ class _RecipeBuilder:
     def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.
 
-        A third of the learning rate and constant statistics of batch norm keep this classifier
-        useful. The schedule is complete, with an evaluation when the rate has fallen to a quarter.
+        A third of the learning rate and constant batch norm statistics keep this classifier useful.
+        The learning rate falls to 0, and the first evaluation is when it has fallen to a quarter.
         """
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
         steps = round(epochs * self.stats.num_train / recipe.data.batch_size)
@@ -538,7 +538,7 @@ def _read_choice(key: str) -> Choice | None:
 
 
 def _write_choice(key: str, choice: Choice) -> None:
-    """Keep the choice for the next start, after its sha256; not if the cache is not writable."""
+    """Write the choice into the cache, after its sha256, unless the cache is not writable."""
     name, body = f"{key}.json", _CHOICE.dump_json(choice)
     with contextlib.suppress(OSError), CacheFolder(cache_path("start")) as cache:
         with cache.write(name) as file:

@@ -87,14 +87,14 @@ _ADAPTER = TypeAdapter(_Diagnosis)
 class Findings:
     """The findings of one diagnosis.
 
-    An image is named by its key, such as "train/17". What is decided has a key as well: that of an
-    image, or the classes of a class problem as JSON.
+    The key of an image is its split and index, such as "train/17". A decision is about one key:
+    that of an image or, for a class problem, the classes as JSON.
 
     Attributes:
         source: the diagnosed dataset.
         expected: the expected number of true problems of each kind, with its interval.
         images: the images of all findings by key, with split, index, path and digest.
-        keys: for each kind of finding, the keys to decide for each finding, surest first.
+        keys: for each kind of finding, the keys to decide on of each finding, surest finding first.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Findings:
         return split, int(index)
 
     def _row_key(self, row: int) -> str:
-        """Return the key of a row of all splits, one after the other."""
+        """Return the key of the image in a row; the rows go through one split after the other."""
         for name, split in self.source.splits.items():
             if row < len(split):
                 return f"{name}/{row}"
@@ -223,7 +223,7 @@ def class_key(classes: Sequence[str]) -> str:
 
 
 def _join_labels(label: _Label) -> str:
-    """Join the labels of a multi-label image, as a file of decisions has them."""
+    """Join the labels of a multi-label image, in the format of a decisions file."""
     if isinstance(label, str):
         return label
     return "|".join(label) or "[]"

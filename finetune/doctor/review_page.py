@@ -1,7 +1,7 @@
-"""doctor.html: the surest findings of each kind on one self-contained page, to look at and decide.
+"""doctor.html: a self-contained page to inspect the surest findings of each kind and decide.
 
-The page and the one that `review_server.py` serves have the same templates. Here, the JSON in the
-page has the findings and their pictures, and the browser saves the decisions as a file.
+`review_server.py` serves a page with the same templates. In doctor.html, the findings and their
+pictures are JSON in the page itself, and the browser saves the decisions as a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_review_page(folder: Path, source: Source) -> Path:
     findings = read_findings(folder, source)
     shown = {kind: findings.describe(kind, 0, _MAX_FINDINGS) for kind in KINDS}
     for kind in ("leaks", "duplicates", "groups"):
-        # a group is decided as a whole, so part of it is of no use
+        # leave out large groups: a group is decided as a whole, so all its images must be shown
         shown[kind] = [group for group in shown[kind] if len(group["images"]) <= _MAX_GROUP]
     sides: dict[str, int] = {}
     for finding in itertools.chain.from_iterable(shown.values()):
@@ -105,9 +105,9 @@ def render_review(
 
     Args:
         findings: the findings.
-        folder: where decisions.csv is, or will be.
+        folder: folder of decisions.csv, which need not exist yet.
         decisions: earlier decisions by key.
-        sources: what the page may load, see `render_html`.
+        sources: directives for what the page may load, see `render_html`.
         embedded: for the static page: "findings" by kind, "pictures" and "images" by key.
     Returns: the page.
     """
@@ -164,7 +164,7 @@ def training_command(source: Source, decisions_file: Path) -> str:
 
 
 def _keys_of(finding: Mapping[str, Any]) -> list[str]:
-    """Return what is to be decided about a finding."""
+    """Return the keys to decide on for a finding."""
     return [image["key"] for image in finding["images"]] or [class_key(finding["classes"])]
 
 

@@ -1,4 +1,4 @@
-"""Limits for the connections of the demo, so that slow clients cannot block it or fill the disk.
+"""Limits for connections, so that slow clients cannot block a server or fill the disk.
 
 uvicorn waits without limit for the rest of a request, and asyncio logs a traceback for each
 connection that it cannot accept. A client that opens many connections and sends half a request on

@@ -5,11 +5,9 @@
     drop,train,4,cat/9.jpg,cat,,
     keep,train,5,cat/12.jpg,cat,,
     merge,,,,kitten,cat,
-    keep,,,,cow,calf,
 
 `relabel` corrects a label, and `drop` removes an image. `keep` changes nothing, and records that a
-person has looked: at an image, or at the classes `given` and `label`. `merge` gives all images of
-the class `given` the class `label`, in all splits.
+person has looked. `merge` gives all images of the class `given` the class `label`, in all splits.
 `path` is `Split.name_of(index)`, and `index` the position in the split as `open_source` returns it;
 a path alone is enough if no other image has it. `given` is the label in the source, and `digest`
 the hexadecimal digits of the image's `image_digest`. Both may be empty; if they are given, a
@@ -35,6 +33,7 @@ import numpy as np
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.csv_file import line_error, read_records
 from finetune.data.fingerprint import compute_digests
+from finetune.data.open_source import check_classes
 from finetune.data.recorded_digests import DIGEST_BYTES
 from finetune.data.source import Source, Split
 from finetune.data.split_names import SPLIT_ALIASES
@@ -58,8 +57,13 @@ __all__ = [
     "write_decisions",
 ]
 
-_ACTIONS = ("keep", "relabel", "drop", "merge")
 _COLUMNS = ("action", "split", "index", "path", "given", "label", "digest")
+_FORMATS = {  # pattern of a field in lower case, and its description
+    "action": ("keep|relabel|drop|merge", "keep, relabel, drop or merge"),
+    "split": (rf"({'|'.join(SPLIT_ALIASES)})?", "train, val, test or nothing"),
+    "index": (r"[0-9]{0,15}", "a whole number or nothing"),
+    "digest": (rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})?", "32 hexadecimal digits or nothing"),
+}
 _MAX_LISTED = 5  # merged classes in a description
 _MAX_SHOWN_CHARS = 60  # characters of a value in a message
 
@@ -182,44 +186,33 @@ def read_decisions(file: str | Path) -> list[Decision]:
 
 def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
     """Parse a line. Raises: DataError without file and line."""
-    texts = {name: values.get(name, "") or None for name in _COLUMNS}
-    action, split, index, digest = (
-        (texts.pop(name) or "").strip().lower() for name in ("action", "split", "index", "digest")
-    )
-    if action not in _ACTIONS:
-        hint = did_you_mean(action, _ACTIONS) or f"; write {', '.join(_ACTIONS)}"
-        shown = action[:_MAX_SHOWN_CHARS]
-        raise DataError(f"unknown action {shown!r}{hint}", code="data.wrong_format")
-    if split and split not in SPLIT_ALIASES:
-        message = f"split {split[:_MAX_SHOWN_CHARS]!r}; expected train, val or test"
-        raise DataError(message, code="data.no_split")
-    if index and not re.fullmatch(r"[0-9]{1,15}", index):
-        message = f"index {index[:_MAX_SHOWN_CHARS]!r}; expected a whole number, or nothing"
-        raise DataError(message, code="data.wrong_format")
-    if digest and not re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", digest):
-        message = f"digest {digest[:_MAX_SHOWN_CHARS]!r}; expected 32 hexadecimal digits or nothing"
-        raise DataError(message, code="data.wrong_format")
-    names_image = bool(texts["path"]) or bool(split and index)
-    if action == "merge":
-        if names_image or not (texts["given"] and texts["label"]):
-            raise DataError(
-                "merge is about two classes; write them in the columns 'given' and 'label', and "
-                "leave split, index and path empty",
-                code="data.wrong_format",
-            )
-    elif not (names_image or (action == "keep" and texts["given"])):
+    texts = {name: values.get(name) or None for name in _COLUMNS}
+    for name, (pattern, expected) in _FORMATS.items():
+        text = (texts[name] or "").strip().lower()
+        if not re.fullmatch(pattern, text):
+            message = f"{name} {text[:_MAX_SHOWN_CHARS]!r}; expected {expected}"
+            raise DataError(message, code="data.wrong_format")
+        texts[name] = text or None
+    split, index, action = texts.pop("split"), texts.pop("index"), texts["action"]
+    has_image = bool(texts["path"] or (split and index))
+    has_classes = bool(texts["given"] and texts["label"]) and not has_image
+    if action == "merge" and not has_classes:
+        raise DataError(
+            "merge is about two classes; write them in the columns 'given' and 'label', and leave "
+            "split, index and path empty",
+            code="data.wrong_format",
+        )
+    if not has_image and not (action in ("keep", "merge") and texts["given"]):
         message = f"{action} which image? fill the column 'path', or 'split' and 'index'"
         raise DataError(message, code="data.no_image")
     if action == "relabel" and not texts["label"]:
-        message = "relabel needs the right label in the column 'label'; fill it"
+        message = "relabel needs the right label; fill the column 'label'"
         raise DataError(message, code="data.no_labels")
     return Decision(
-        cast(Any, action),
-        SPLIT_ALIASES[split] if split else None,
-        int(index) if index else None,
-        digest=digest or None,
+        split=SPLIT_ALIASES[split] if split else None,
+        index=int(index) if index else None,
         origin=origin,
-        **texts,
+        **cast(Any, texts),
     )
 
 
@@ -278,61 +271,56 @@ def apply_decisions(
             splits[name] = dataclasses.replace(changed, draw_indices=kept)
             counts[name] = {"dropped": num_dropped, "relabeled": num_relabeled}
     changed_source = dataclasses.replace(source, splits=splits)
-    _check_classes(source, changed_source)
+    _check_none_is_empty(source, changed_source)
     names = source.class_names
     merged = {names[old]: names[new] for old, new in enumerate(into_K.tolist()) if old != new}
     summary = DecisionSummary(counts, merged, not_applied)
-    return dataclasses.replace(_merge_classes(changed_source, into_K), decisions=summary), summary
+    decided = dataclasses.replace(_merge_classes(changed_source, into_K), decisions=summary)
+    check_classes(decided)
+    return decided, summary
 
 
 def _locate_images(source: Source, decisions: Sequence[Decision]) -> dict[str, dict[int, Decision]]:
     """Find the image of each decision. Returns: by split, a dict from index to decision."""
     located: dict[str, dict[int, Decision]] = {name: {} for name in source.splits}
-    indices_of: dict[str, list[tuple[str, int]]] = {}
+    by_path: dict[str | None, list[tuple[str, int]]] = {}
     if any(one.split is None or one.index is None for one in decisions):
         for name, split in source.splits.items():
             for index in range(len(split)):
-                indices_of.setdefault(split.name_of(index), []).append((name, index))
+                by_path.setdefault(split.name_of(index), []).append((name, index))
     missing = []
     for one in decisions:
-        if one.split is not None and one.split not in source.splits:
-            message = f"{source.name} has no split '{one.split}', only {', '.join(source.splits)}"
-            raise one.error(f"{message}; fix the split", "data.no_split")
-        if one.split is not None and one.index is not None:
-            name, index = one.split, one.index
-            if index >= len(source.splits[name]):
-                raise one.error(
-                    f"no image {index} in '{name}', which has "
-                    f"{pluralize(len(source.splits[name]), 'image')}; were the decisions made for "
-                    "other data?",
-                    "data.not_found",
-                )
-            if one.path not in (None, source.splits[name].name_of(index)):
-                missing.append(one)
-                continue
-        else:
+        images, found = source.splits.get(one.split or ""), []
+        if one.split is None or one.index is None:
             found = [
-                (name, index)
-                for name, index in indices_of.get(one.path or "", ())
-                if one.split in (None, name) and one.index in (None, index)
+                place
+                for place in by_path.get(one.path, ())
+                if one.split in (None, place[0]) and one.index in (None, place[1])
             ]
-            if not found:
-                missing.append(one)
-                continue
-            if len(found) > 1:
-                message = f"{len(found)} images are named {one.path!r}; fill 'split' and 'index'"
-                raise one.error(message, "data.ambiguous")
-            ((name, index),) = found
+        elif (
+            images is not None
+            and one.index < len(images)
+            and one.path in (None, images.name_of(one.index))
+        ):
+            found = [(one.split, one.index)]
+        if not found:
+            missing.append(one)
+            continue
+        if len(found) > 1:
+            message = f"{len(found)} images are named {one.path!r}; fill 'split' and 'index'"
+            raise one.error(message, "data.ambiguous")
+        ((name, index),) = found
         other = located[name].setdefault(index, one)
         if other is not one:
             message = f"the same image as in {other.origin}; keep one of the two decisions"
             raise one.error(message, "data.ambiguous")
     if missing:
         first, more = missing[0], f" (and {len(missing) - 1:,} more)" if missing[1:] else ""
-        where = "" if first.index is None else f" as number {first.index} of '{first.split}'"
+        what = "" if first.path is None else f" {first.path[:_MAX_SHOWN_CHARS]!r}"
+        what += "" if first.index is None else f" number {first.index}"
+        what += "" if first.split is None else f" in '{first.split}'"
         raise first.error(
-            f"no image {(first.path or '')[:_MAX_SHOWN_CHARS]!r}{where} in {source.name}{more}; "
-            "restore the images, or remove these lines",
+            f"no image{what} of {source.name}{more}; restore it, or remove the line",
             "data.not_found",
         )
     return located
@@ -341,31 +329,26 @@ def _locate_images(source: Source, decisions: Sequence[Decision]) -> dict[str, d
 def _check_unchanged(source: Source, located: Mapping[str, Mapping[int, Decision]]) -> None:
     """Raise a DataError for an image whose label or content is not that of the decision."""
     for name, by_index in located.items():
-        split = source.splits[name]
-        for index, one in by_index.items():
-            if one.given is not None:
-                now = [source.class_names[label] for label in split.class_indices(index)]
-                if sorted(now) != sorted(_label_names(one.given, split)):
-                    raise one.error(
-                        f"the label of '{split.name_of(index)}' was {one.given!r}, and is now "
-                        f"{'|'.join(now) or '[]'!r}; decide again, or remove the line",
-                        "data.changed",
-                    )
-        indices = [index for index, one in by_index.items() if one.digest is not None]
-        if not indices:
-            continue
-        digests = compute_digests(split.images, split.image_rows[indices])
-        for index, digest in zip(indices, digests, strict=True):
+        split, causes = source.splits[name], {}
+        with_digest = [index for index, one in by_index.items() if one.digest is not None]
+        digests = compute_digests(split.images, split.image_rows[with_digest])
+        for index, digest in zip(with_digest, digests, strict=True):
             if digest.tobytes().hex() != by_index[index].digest:
-                raise by_index[index].error(
-                    f"'{split.name_of(index)}' has changed since the decision; decide again, or "
-                    "remove the line",
-                    "data.changed",
-                )
+                causes[index] = "other content"
+        for index, one in by_index.items():
+            now = [source.class_names[label] for label in split.class_indices(index)]
+            if one.given is not None and sorted(now) != _label_names(one.given, split):
+                causes[index] = f"its label is {'|'.join(now) or '[]'!r}, not {one.given!r}"
+        for index, cause in causes.items():
+            raise by_index[index].error(
+                f"'{split.name_of(index)}' has changed since the decision ({cause}); decide again, "
+                "or remove the line",
+                "data.changed",
+            )
 
 
 def _label_names(text: str, split: Split) -> list[str]:
-    """Split the labels of a multi-label image at |; one label is returned unchanged."""
+    """Return the sorted labels of a multi-label image, or the only one of another."""
     if not split.is_multilabel:
         return [text]
     return [] if text == "[]" else sorted({name.strip() for name in text.split("|")})
@@ -407,39 +390,24 @@ def _resolve_merges(source: Source, merges: Sequence[Decision]) -> np.ndarray:
     return into_K
 
 
-def _check_classes(before: Source, after: Source) -> None:
-    """Raise a DataError if a split or a class of train has lost its last image.
-
-    Also if images of another split have got a class that has no training image.
-    """
-    num_classes = len(before.class_names)
-    counts, old_counts = (
-        {
-            name: count_images_per_class(split.labels, num_classes)
-            for name, split in source.splits.items()
-        }
-        for source in (after, before)
-    )
+def _check_none_is_empty(before: Source, after: Source) -> None:
+    """Raise a DataError if a split or a class of train has lost its last image."""
+    num_classes, what = len(before.class_names), ""
     for name, split in after.splits.items():
+        counts_K, old_counts_K = (
+            count_images_per_class(one.labels, num_classes) for one in (split, before.splits[name])
+        )
+        lost = np.flatnonzero((counts_K == 0) & (old_counts_K > 0)).tolist()
         if len(split) == 0:
-            raise DataError(
-                f"data.decisions: no image is left in '{name}' of {before.name}; keep some, or "
-                "remove the split",
-                code="data.empty",
-            )
-        trained_K = counts.get("train", counts[name])
-        if name == "train":
-            lost = np.flatnonzero((counts[name] == 0) & (old_counts[name] > 0))
-        else:
-            lost = np.flatnonzero((counts[name] > 0) & (trained_K == 0))
-        if len(lost):
-            names = ", ".join(before.class_names[label] for label in lost[:5].tolist())
-            raise DataError(
-                f"data.decisions: no training image of {before.name} has the label {names}"
-                f"{' any more' if name == 'train' else ''}; keep some, merge the class with "
-                "another, or choose other classes with data.classes",
-                code="data.empty",
-            )
+            what = f"'{name}'"
+        elif lost and name == "train":
+            what = ", ".join(before.class_names[label] for label in lost[:_MAX_LISTED])
+    if what:
+        raise DataError(
+            f"data.decisions: leave no image of {what} in {before.name}; keep one, merge the class "
+            "with another, or choose other classes with data.classes",
+            code="data.empty",
+        )
 
 
 def _merge_classes(source: Source, into_K: np.ndarray) -> Source:
@@ -447,11 +415,6 @@ def _merge_classes(source: Source, into_K: np.ndarray) -> Source:
     remaining, new_label_K = np.unique(into_K, return_inverse=True)
     if len(remaining) == len(into_K):
         return source
-    if len(remaining) < 2:
-        raise DataError(
-            f"data.decisions: merge all classes of {source.name} into one; at least two are needed",
-            code="data.one_class",
-        )
     splits = {}
     for name, split in source.splits.items():
         if split.is_multilabel:

@@ -42,7 +42,7 @@ from finetune.recipe.field_types import is_group_pattern
 from finetune.recipe.paths import check_data_source
 from finetune.source_kinds import SOURCE_KINDS
 
-__all__ = ["open_source"]
+__all__ = ["check_classes", "open_source"]
 
 
 def open_source(
@@ -93,7 +93,7 @@ def open_source(
         cause = getattr(error, "strerror", None) or error
         message = f"{source[:200]!r}: cannot be read ({cause}); check the path"
         raise DataError(message, code="data.unreadable") from error
-    _check_classes(opened)
+    check_classes(opened)
     splits = {
         name: dataclasses.replace(split, decode_size=decode_size)
         for name, split in opened.splits.items()
@@ -125,7 +125,7 @@ def _open_by_kind(
     return Source(source, splits, loaded.class_names, loaded.description, loaded.indicator_columns)
 
 
-def _check_classes(source: Source) -> None:
+def check_classes(source: Source) -> None:
     """Raise a DataError if the classes are unsuitable for training or evaluation."""
     if len(source.class_names) < 2:
         raise DataError(

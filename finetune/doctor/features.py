@@ -36,8 +36,9 @@ from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits
 from finetune.models.save import BuiltModel
 from finetune.precision import autocast_dtype
-from finetune.recipe.load import DataSection, load_run_recipe, parse_recipe
+from finetune.recipe.load import DataSection, parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.run.record import load_run_recipe
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.pipeline import Pipeline

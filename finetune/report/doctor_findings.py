@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter
 from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
 
 from finetune.errors import RecipeError
@@ -22,31 +22,25 @@ class _Image(TypedDict):
     split: str
     path: str
     digest: NotRequired[str | None]  # None for streamed images
-
-
-class _LabelError(_Image):
-    given: str | list[str]
-    suggested: str | list[str]
-    score: FiniteFloat
-
-
-class _Outlier(_Image):
-    reason: str
+    given: NotRequired[str | list[str]]  # only of label errors and outliers, as are the others
+    suggested: NotRequired[str | list[str]]
+    score: NotRequired[FiniteFloat]
+    reason: NotRequired[str]
 
 
 class _Diagnosis(TypedDict):
     splits: dict[str, Any]
-    label_errors: list[_LabelError]
+    label_errors: list[_Image]
     leaks: list[list[_Image]]
     duplicates: list[list[_Image]]
-    outliers: list[_Outlier]
+    outliers: list[_Image]
 
 
 class DoctorFindings:
-    """The findings of doctor.json, by image.
+    """The findings in doctor.json, by image.
 
     Args:
-        folder: folder that `finetune data doctor --out` has written.
+        folder: the folder that `finetune data doctor --out` has written.
     Raises: RecipeError if it has no valid doctor.json.
     """
 
@@ -55,35 +49,29 @@ class DoctorFindings:
         try:
             with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
                 content = TypeAdapter(_Diagnosis).validate_json(stream.read())
-        except FileNotFoundError:
+        except (OSError, ValueError) as error:
+            cause = str(getattr(error, "strerror", None) or error).splitlines()[0][:200]
             raise RecipeError(
-                f"--doctor: {file}: no such file; create it with: finetune data doctor SOURCE "
-                "--out DIR",
-                code="recipe.not_found",
-            ) from None
-        except (OSError, ValidationError, ValueError) as error:
-            cause = str(error).splitlines()[0][:200]
-            raise RecipeError(
-                f"--doctor: {file}: not readable as findings of the doctor ({cause}); run it again",
+                f"--doctor: {file}: no findings of the doctor ({cause}); create them with: "
+                "finetune data doctor SOURCE --out DIR",
                 code="recipe.wrong_value",
             ) from None
         self.page = folder / "doctor.html"
         self._splits = {*content["splits"]}
-        self._notes: dict[tuple[str, str], list[tuple[_Image, str | list[str] | None, str]]] = {}
-        for found in content["label_errors"]:
-            suggested = _join_names(found["suggested"])
-            note = f"label probably {suggested} ({format_percent(found['score'], 0)} sure)"
-            self._add(found, note, given=found["given"])
+        self._notes: dict[tuple[str, str], list[tuple[_Image, str]]] = {}
+        for image in content["label_errors"]:
+            sure = format_percent(image.get("score", 0), 0)
+            self._add(image, f"label probably {_join_names(image.get('suggested'))} ({sure} sure)")
         for kind, groups in (("leak", content["leaks"]), ("near-duplicate", content["duplicates"])):
             for group in groups:
                 for image in group:
-                    other = next((one for one in group if one is not image), image)
-                    self._add(image, f"{kind}: like {other['path']} in {other['split']}")
-        for outlier in content["outliers"]:
-            self._add(outlier, f"outlier: {outlier['reason'].replace('_', ' ')}")
+                    others = (f"{one['path']} in {one['split']}" for one in group if one != image)
+                    self._add(image, f"{kind} of {next(others, 'itself')}")
+        for image in content["outliers"]:
+            self._add(image, f"outlier: {image.get('reason', '').replace('_', ' ')}")
 
-    def _add(self, image: _Image, note: str, given: str | list[str] | None = None) -> None:
-        self._notes.setdefault((image["split"], image["path"]), []).append((image, given, note))
+    def _add(self, image: _Image, note: str) -> None:
+        self._notes.setdefault((image["split"], image["path"]), []).append((image, note))
 
     def describe(self, split: str, mistake: Mapping[str, Any], digest: str | None) -> str:
         """Return the doctor's opinion of an image; "" if the doctor has not seen its split.
@@ -98,13 +86,13 @@ class DoctorFindings:
             return ""
         notes = [
             note
-            for image, given, note in self._notes.get((split, mistake["name"]), ())
-            if given is None or _join_names(given) == mistake["label"]  # not corrected since
+            for image, note in self._notes.get((split, mistake["name"]), ())
+            if "suggested" not in image or _join_names(image.get("given")) == mistake["label"]
             if digest is None or image.get("digest") in (None, digest)
         ]
         return "; ".join(notes) or "nothing found"
 
 
-def _join_names(names: str | list[str]) -> str:
+def _join_names(names: str | list[str] | None) -> str:
     """Join class names as the page shows them."""
-    return names if isinstance(names, str) else ", ".join(names) or "none"
+    return names if isinstance(names, str) else ", ".join(names or ()) or "none"

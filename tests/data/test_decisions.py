@@ -47,7 +47,7 @@ def test_drops_relabels_and_merges(source: Source, tmp_path: Path) -> None:
     digest = train.digests[2].tobytes().hex()
     text = (
         f"{HEADER}\ndrop,train,0,train/cat/0.png,cat,,\nrelabel,train,2,,cat,dog,{digest}\n"
-        "keep,,,train/cow/1.png,,,\nmerge,,,,cow,cat,\nkeep,,,,cat,dog,\n"
+        "keep,,,train/cow/1.png,,,\nkeep,,,,cat,dog,\nmerge,,,,cow,cat,\n"
     )
     with logging_nothing():
         changed, summary = apply_text(source, tmp_path, text)
@@ -151,9 +151,9 @@ def test_reads_a_file_that_a_spreadsheet_has_saved(tmp_path: Path) -> None:
         ("action,path\ndrop,", "data.no_image", "path"),
         ("action,index\ndrop,3", "data.no_image", "split"),
         ("action,split,index\ndrop,train,1.5", "data.wrong_format", "1.5"),
-        ("action,split,index\ndrop,holdout,1", "data.no_split", "holdout"),
-        ("action,split,index\ndrop,val,1", "data.no_split", "val"),
-        ("action,split,index\ndrop,train,9", "data.not_found", "9 images"),
+        ("action,split,index\ndrop,holdout,1", "data.wrong_format", "holdout"),
+        ("action,split,index\ndrop,val,1", "data.not_found", "'val'"),
+        ("action,split,index\ndrop,train,9", "data.not_found", "number 9"),
         ("action,path\nkeep,train/cat/9.png", "data.not_found", "train/cat/9.png"),
         ("action,split,path\ndrop,test,train/cat/0.png", "data.not_found", "train/cat/0.png"),
         ("action,split,index,path\ndrop,train,1,train/cat/0.png", "data.not_found", "number 1"),
@@ -217,5 +217,5 @@ def test_refuses_to_give_test_images_a_class_without_training_images(
     assert np.array_equal(
         apply_text(declared, tmp_path, text)[0].splits["test"].labels, source.splits["test"].labels
     )
-    with refused("data.empty", "owl"):
+    with refused("data.split_mismatch", "owl"):
         apply_text(declared, tmp_path, text, on_test=True)

@@ -53,7 +53,7 @@ def test_mistakes_show_the_findings_about_the_same_image_and_label(tmp_path: Pat
     assert [row["doctor"] for row in rows] == [
         "label probably <b>7 (98 % sure)",
         "nothing found",
-        "leak: like digits row 9 in train; outlier: over exposed",
+        "leak of digits row 9 in train; outlier: over exposed",
     ]
     rows, _ = mistake_rows(run, None, "", findings)  # the data cannot be opened
     assert rows[1]["doctor"].startswith("label probably 7")
@@ -76,7 +76,7 @@ def test_the_page_shows_the_findings_and_links_to_the_page_of_the_doctor(
 
 
 def test_refuses_other_files(tmp_path: Path) -> None:
-    with refused("recipe.not_found", "--doctor", "doctor.json"):
+    with refused("recipe.wrong_value", "--doctor", "doctor.json"):
         DoctorFindings(tmp_path)
     for text in ("{", "[]", '{"splits": {}}'):
         (tmp_path / "doctor.json").write_text(text)

@@ -45,7 +45,7 @@ _MIN_LOG_PROBABILITY = -30.0
 _EM_ITERATIONS, _EM_TOLERANCE = 40, 2e-4
 # the noise model may take this fraction of the classifier's own confusions for wrong labels
 _CONFUSION_FRACTION = 0.35
-_SIGNIFICANCE = 3.0  # standard deviations by which a confusion exceeds the common rate
+_SIGNIFICANCE = 2.0  # standard deviations by which a confusion exceeds the common rate
 _MODEL_ERROR = 0.05  # relative standard deviation of the expected number
 _MAX_CALIBRATION_IMAGES = 5000
 _LOG_SCALES = (-2.0, 3.0)  # logarithms of the smallest and largest scale of the logits
@@ -169,8 +169,8 @@ def _fit_noise(
 ) -> tuple[FloatArray, FloatArray, float]:
     """Fit the scale of the logits and the rates of confusions to the labels (EM).
 
-    First, every confusion has a rate of its own. Then those that are not significant get one common
-    rate, and the model is fitted again.
+    First, every confusion has a rate of its own. Then either only significant ones have one, or all
+    share a common rate: the more likely of both models counts.
 
     Args:
         log_p_NK: log-probabilities; -inf for classes that the classifier does not know.
@@ -186,12 +186,18 @@ def _fit_noise(
     log_p_MK, labels_M = log_p_NK[is_known_N], labels_N[is_known_N]
     rates_KK = np.full((num_classes, num_classes), 0.05 / (num_classes - 1))
     np.fill_diagonal(rates_KK, 0.95)
-    has_own_rate_KK = np.ones_like(rates_KK, dtype=bool)
-    scale, rates_KK, counts_KK = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+    every_KK = np.ones_like(rates_KK, dtype=bool)
+    scale, rates_KK, counts_KK = _run_em(log_p_MK, labels_M, rates_KK, every_KK)
     high = float(counts_KK.sum() - np.trace(counts_KK))
     true_MK = _softmax(scale * log_p_MK)
-    has_own_rate_KK = _significant_confusions(counts_KK, true_MK.T @ true_MK)
-    scale, rates_KK, _ = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+    significant_KK = _significant_confusions(counts_KK, true_MK.T @ true_MK)
+    models = []
+    for has_own_rate_KK in (significant_KK, ~every_KK)[: 1 + significant_KK.any()]:
+        model = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+        loss = _mean_loss(log_p_MK, labels_M, *model[:2]) * len(labels_M)
+        # the penalty is twice that of the Bayesian information criterion
+        models.append((loss + has_own_rate_KK.sum() * math.log(len(labels_M)), model))
+    scale, rates_KK, _ = min(models, key=lambda each: each[0])[1]
     true_NK[is_known_N] = true_MK = _softmax(scale * log_p_MK)
     posterior_NK[is_known_N] = _posterior(true_MK, labels_M, rates_KK)
     return true_NK, posterior_NK, high
@@ -225,9 +231,7 @@ def _run_em(
     scale = 1.0
 
     def loss(log_scale: float) -> float:
-        true_NK = _softmax(math.exp(log_scale) * log_p_some)
-        likelihoods_N = np.einsum("nk,nk->n", true_NK, rates_KK[labels_some])
-        return -float(np.log(likelihoods_N + 1e-30).mean())
+        return _mean_loss(log_p_some, labels_some, math.exp(log_scale), rates_KK)
 
     for _ in range(_EM_ITERATIONS):
         found = minimize_scalar(loss, bounds=_LOG_SCALES, method="bounded", options={"xatol": 0.01})
@@ -246,6 +250,14 @@ def _run_em(
         if change < _EM_TOLERANCE:
             break
     return scale, rates_KK, counts_KK
+
+
+def _mean_loss(
+    log_p_NK: FloatArray, labels_N: NDArray[np.int64], scale: float, rates_KK: FloatArray
+) -> float:
+    """Return the negative log-likelihood of the labels per image."""
+    likelihoods_N = np.einsum("nk,nk->n", _softmax(scale * log_p_NK), rates_KK[labels_N])
+    return -float(np.log(likelihoods_N + 1e-30).mean())
 
 
 def _significant_confusions(counts_KK: FloatArray, overlaps_KK: FloatArray) -> NDArray[np.bool_]:

@@ -256,7 +256,7 @@ def _find_neighbors(
                 nearest[chunk, : order.shape[1]] = np.where(is_other, rows[members[order]], -1)
         neighbors[name] = nearest
     file = io.BytesIO()
-    np.savez_compressed(file, **neighbors)
+    np.savez_compressed(file, **neighbors)  # type: ignore[arg-type]
     return file.getvalue()
 
 

@@ -165,7 +165,7 @@ class Findings:
             {"key": key, "path": image["path"], "given": self.given_label(key)}
             for key, image in zip(self.keys[kind][number], group, strict=True)
         ]
-        finding = {"images": images, "examples": []}
+        finding: dict[str, Any] = {"images": images, "examples": []}
         finding |= {key: first[key] for key in ("score", "reason") if key in first}
         if kind == "label_errors":
             finding["suggested"] = _join_labels(first["suggested"])

@@ -185,14 +185,14 @@ class DecisionFile:
         action, label, given = (change.get(name) for name in ("action", "label", "given"))
         names = set(self._findings.source.class_names)
         if image := self._findings.images.get(key):
-            labels = [label]
+            labels: list[Any] = [label]
             if isinstance(label, str) and self._findings.is_multilabel:
                 labels = [] if label == "[]" else label.split("|")
             if action not in ("keep", "drop", "relabel"):
                 raise ValueError(f"unknown action {action!r} for an image")
             if action == "relabel" and not names.issuperset(labels):
                 raise ValueError(f"unknown label {label!r}")
-            place = {name: image.get(name) for name in ("split", "index", "path", "digest")}
+            place: dict[str, Any] = {name: image.get(name) for name in ("split", "index", "path", "digest")}
             label = label if action == "relabel" else None
             return Decision(action, given=self._findings.given_label(key), label=label, **place)
         if key not in self._class_keys:
@@ -214,11 +214,11 @@ class DecisionFile:
         by_key: dict[str, Decision] = {}
         others = []
         for decision in read_decisions(self.file) if signature else []:
-            key = self._key_of(decision, by_path)
-            if key is None or key in by_key:
+            decided = self._key_of(decision, by_path)
+            if decided is None or decided in by_key:
                 others.append(decision)
             else:
-                by_key[key] = decision
+                by_key[decided] = decision
         self.by_key, self._others, self._stat = by_key, others, signature
 
     def _key_of(self, decision: Decision, by_path: Mapping[str, str | None]) -> str | None:

@@ -292,7 +292,12 @@ OVERRIDES = (
     ("model.dropout=0.1", "model.attention_dropout=0.1", "model.drop_path=0.1"),
     ("data.task=multiclass", "data.val_fraction=0.3", "data.split_seed=3", "data.num_train=20"),
     ("data.num_val=3", "data.num_test=3", "data.classes=[a, b]", "data.long_tail=2"),
-    ("data.sampling=class_balanced", "data.image_column=path", "data.label_column=label"),
+    (
+        "data.sampling=class_balanced",
+        "data.group=(.*)",
+        "data.image_column=path",
+        "data.label_column=label",
+    ),
     ("data.train=resize | flip", "data.eval=resize", "data.batch_size=8", "data.micro_batch=auto"),
     ("data.eval_batch_size=8", "data.mean=[0.5, 0.5, 0.5]", "data.std=[0.5, 0.5, 0.5]"),
     ("data.interpolation=bilinear", "data.crop_pct=0.9", "data.keep=none", "data.decode_size=64"),
@@ -313,7 +318,14 @@ OVERRIDES = (
 )
 # need another source, task or network
 OTHER_KEYS = {
-    *("data.source", "data.merge_val", "data.streaming", "optim.asymmetric_loss"),
+    *(
+        "data.source",
+        "data.merge_val",
+        "data.streaming",
+        "data.decisions",
+        "data.decisions_on_test",
+        "optim.asymmetric_loss",
+    ),
     *("model.sync_bn", "model.freeze_bn"),
 }
 

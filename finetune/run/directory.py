@@ -73,6 +73,7 @@ class RunDir:
         # Both files are unbuffered: on a full disk, flushing a buffer in `close` would fail again.
         self._lock: IO[bytes] | None = None
         self._metrics: IO[bytes] | None = None
+        self._metrics_run_id: str | None = None
         self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
 
     def open(self, *, timeout_seconds: float = 0.0) -> None:
@@ -190,7 +191,9 @@ class RunDir:
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        remaining = (json.dumps(line, allow_nan=False) + "\n").encode()
+        if self._metrics is None:
+            self._metrics_run_id = self._run_id()
+        remaining = _format_metrics_line(line, run_id=self._metrics_run_id).encode()
         with explain_disk_errors(path, needed_bytes=len(remaining)):
             if self._metrics is None:
                 self._metrics = path.open("ab", buffering=0)
@@ -203,7 +206,9 @@ class RunDir:
                 raise
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl; log a warning if it is missing or if damaged lines were skipped.
+        """Read metrics.jsonl, without lines that are damaged or of another run.
+
+        Logs a warning if the file is missing or if lines were skipped.
 
         Raises: CheckpointError if it is not a regular file, or cannot be read.
         """
@@ -221,18 +226,22 @@ class RunDir:
                 "--out",
                 code="checkpoint.damaged",
             ) from error
-        intact = [line for line in lines if line is not None]
-        if num_damaged := len(lines) - len(intact):
-            skipped = pluralize(num_damaged, "damaged line")
-            warn_once(f"{path}: skipped {skipped}; curves and claims lack their metrics")
-        return intact
+        run_id = self._run_id()
+        kept = [line for line in lines if line is not None and line.pop("run", run_id) == run_id]
+        if num_skipped := len(lines) - len(kept):
+            skipped = pluralize(num_skipped, "line")
+            warn_once(
+                f"{path}: skipped {skipped}, damaged or of another run; curves and claims lack "
+                "their metrics"
+            )
+        return kept
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop the metrics of steps after `step`, because a resume from `step` repeats them."""
         kept = [line for line in self.read_metrics() if line["step"] <= step]
-        write_atomically(
-            self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept)
-        )
+        run_id = self._run_id()
+        text = "".join(_format_metrics_line(line, run_id=run_id) for line in kept)
+        write_atomically(self.path / "metrics.jsonl", text)
 
     # Checkpoints ----------------------------------------------------------------------------
 
@@ -373,6 +382,10 @@ def format_json(content: Mapping[str, Any]) -> str:
     separators = (",", ":") if is_large else None
     indent = None if is_large else 2
     return json.dumps(content, indent=indent, separators=separators, allow_nan=False) + "\n"
+
+
+def _format_metrics_line(line: Mapping[str, Any], *, run_id: str | None) -> str:
+    return json.dumps({**line, "run": run_id}, allow_nan=False) + "\n"
 
 
 def _device_and_inode(path: Path) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class RunRecord(TypedDict, total=False):
     num_processes: int
     commit: str | None  # finetune's commit; None if built without a checkout
     argv: list[str]  # the command line, without secrets
-    training_keys: dict[str, Any]  # `training_keys` of the recipe
+    training_keys: dict[str, dict[str, Any]]  # `training_keys` of the recipe
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
@@ -143,6 +143,7 @@ class _MetricsLine(TypedDict, total=False):
     lr: FiniteFloat | None
     images_per_second: FiniteFloat | None
     seconds: FiniteFloat | None
+    run: str | None  # the id in run.json
 
 
 _METRICS_LINE = TypeAdapter(_MetricsLine)

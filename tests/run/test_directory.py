@@ -291,7 +291,20 @@ def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir)
     with logged(lines):
         for _ in range(2):
             assert [line["step"] for line in run.read_metrics()] == [1, 2]
-    assert [("4 damaged lines" in line, str(path) in line) for line in lines] == [(True, True)]
+    assert [("4 lines" in line, str(path) in line) for line in lines] == [(True, True)]
+
+
+def test_metrics_lines_of_another_run_are_skipped(run: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    other.open()
+    for each, loss in ((run, 0.5), (other, 0.25)):
+        each.write_json("run.json", {"id": each.path.name})
+        each.append_metrics(metrics_line(1, loss))
+    path, lines = run.path / "metrics.jsonl", []
+    path.write_bytes(path.read_bytes() + (other.path / "metrics.jsonl").read_bytes())
+    with logged(lines):
+        assert run.read_metrics() == [metrics_line(1, 0.5)]
+    assert [("1 line" in line, str(path) in line) for line in lines] == [(True, True)]
 
 
 def test_missing_metrics_are_reported_once_the_run_has_saved_something(run: RunDir) -> None:
@@ -326,10 +339,12 @@ def test_deeply_nested_manifest_is_damage(run: RunDir) -> None:
 
 def test_metrics_line_on_a_full_disk_is_not_written_partly(run: RunDir) -> None:
     run.append_metrics({"step": 1})
-    with limit_file_size(20), refused("setup.disk_full", "metrics.jsonl"):
+    with limit_file_size(30), refused("setup.disk_full", "metrics.jsonl"):
         run.append_metrics({"step": 2})
     run.append_metrics({"step": 3})
-    assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+    assert (run.path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "run": null}\n{"step": 3, "run": null}\n'
+    )
 
 
 def test_write_json_is_atomic_and_refuses_non_finite_numbers(run: RunDir) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from finetune.recipe.schema import Recipe
 
-__all__ = ["changed_training_keys", "training_keys", "training_keys_without_seed"]
+__all__ = ["LOCATION_KEYS", "changed_training_keys", "training_keys", "training_keys_without_seed"]
 
+LOCATION_KEYS = ("data.source", "data.decisions")  # the same data may be in another place
 # Keys that a resumed run may change: they affect hardware use and logging, not the trained weights.
 _NON_TRAINING_KEYS: dict[str, Any] = {
     "claims": True,

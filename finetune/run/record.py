@@ -12,6 +12,7 @@ from finetune.formatting import format_percent, format_short_count
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import (
+    LOCATION_KEYS,
     changed_training_keys,
     training_keys,
     training_keys_without_seed,
@@ -60,7 +61,8 @@ def read_recipe(run: RunDir) -> Recipe:
     recipe = load_recipe(path)
     if recorded := read_record(run).get("training_keys"):
         changes = changed_training_keys(recorded, recipe)
-        changes.pop("data.source", None)  # the same images in another place
+        for key in LOCATION_KEYS:
+            changes.pop(key, None)
         if changes:
             listed = "; ".join(f"{key}: {values}" for key, values in changes.items())
             raise CheckpointError(

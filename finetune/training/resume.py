@@ -18,7 +18,7 @@ from finetune.data.leakage import find_train_leakage
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError, WeightsError
 from finetune.files import write_atomically
 from finetune.log import logger
-from finetune.recipe.training_keys import changed_training_keys, training_keys
+from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.environment import collect_environment
 from finetune.run.record import read_recipe, read_record, write_record
@@ -176,7 +176,7 @@ def _check_same_run(
         changed_splits = set()
     # Fingerprints of streamed shards do not cover the content of the images.
     if not changed_splits and not setup.source.splits["train"].is_streamed:
-        for key in ("data.source", "data.decisions"):  # the same data in another place
+        for key in LOCATION_KEYS:
             differences.pop(key, None)
     if differences and not (
         set(differences) <= _LENGTH_KEYS and _has_same_lr_so_far(run, setup, record)

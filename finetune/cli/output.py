@@ -51,8 +51,8 @@ def format_results(results: dict[str, Any]) -> str:
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
     """Format a split's metrics on one line, with a confidence interval below 1,000 images."""
-    from finetune.data.decisions import describe_split_decisions
     from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
+    from finetune.run.record import describe_split_decisions
 
     parts = []
     num_images, num_classes = metrics.get("examples"), len(metrics.get("per_class") or [])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finetune.data.decisions import describe_split_decisions, split_decisions
+from finetune.data.decisions import split_decisions
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
@@ -34,7 +34,7 @@ from finetune.publish.push_checks import is_run_dir
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import load_run_recipe, read_record
+from finetune.run.record import describe_split_decisions, load_run_recipe, read_record
 from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.data.decisions import describe_split_decisions, split_decisions
+from finetune.data.decisions import split_decisions
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.loader import ImageLoader
@@ -48,7 +48,7 @@ from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
 from finetune.run.directory import RunDir, format_json
-from finetune.run.record import load_run_recipe, read_record
+from finetune.run.record import describe_split_decisions, load_run_recipe, read_record
 from finetune.training.accelerator import create_run_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from finetune.commands.evaluate import check_split_name
-from finetune.data.decisions import describe_split_decisions, split_decisions
+from finetune.data.decisions import split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.groups import group_indices
 from finetune.data.source import Source
@@ -44,7 +44,7 @@ from finetune.models.features import compute_pre_logits, token_feature_slices, t
 from finetune.precision import autocast_dtype
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import collect_environment
-from finetune.run.record import load_run_recipe
+from finetune.run.record import describe_split_decisions, load_run_recipe
 from finetune.training.accelerator import create_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline

@@ -41,7 +41,6 @@ from finetune.errors import DataError, did_you_mean
 from finetune.files import write_atomically
 from finetune.formatting import (
     escape_csv_formula,
-    pluralize,
     printable_path,
     unescape_csv_formula,
 )
@@ -50,8 +49,6 @@ __all__ = [
     "Decision",
     "DecisionSummary",
     "apply_decisions",
-    "describe_decisions",
-    "describe_split_decisions",
     "read_decisions",
     "split_decisions",
     "write_decisions",
@@ -118,32 +115,6 @@ def split_decisions(source: Source, split: str) -> dict[str, dict[str, int]]:
     """
     changes = {} if source.decisions is None else source.decisions.splits.get(split, {})
     return {"decisions": changes} if changes else {}
-
-
-def describe_split_decisions(metrics: Mapping[str, Any]) -> str:
-    """Return the note that belongs to the metrics of a changed split; "" if it is unchanged.
-
-    Args:
-        metrics: metrics of the split, with the result of `split_decisions`.
-    """
-    changes = metrics.get("decisions")
-    return f"after decisions ({_format_counts(changes)})" if changes else ""
-
-
-def _format_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-
-
-def describe_decisions(summary: Mapping[str, Any]) -> str:
-    """Describe a `DecisionSummary` that was stored as a dict, for a person."""
-    parts = [f"{name}: {_format_counts(counts)}" for name, counts in summary["splits"].items()]
-    merged = [f"'{old}' into '{new}'" for old, new in summary["merged"].items()]
-    if merged:
-        more = f" and {len(merged) - _MAX_LISTED} more" if len(merged) > _MAX_LISTED else ""
-        parts.append(f"merged in all splits: {', '.join(merged[:_MAX_LISTED])}{more}")
-    if count := summary["not_applied"]:
-        parts.append(f"test: {pluralize(count, 'change')} not applied")
-    return "; ".join(parts) or "none changes the data"
 
 
 # --- the file ------------------------------------------------------------------------------------

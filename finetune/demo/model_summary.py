@@ -91,6 +91,8 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
             )
         else:
             facts.append(f"mAP {format_percent(accuracy, 1)} on {count_text} {split_name} images")
+        if metrics.get("decisions"):
+            facts.append(f"some {split_name} labels corrected or images dropped by hand")
         if 0 < num_images < TOO_FEW_IMAGES:
             facts.append(TOO_FEW_IMAGES_NOTE)
     return facts

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.formatting import MISSING, format_percent, markdown_table, pluralize
+from finetune.run.record import describe_split_decisions
 
 __all__ = [
     "PERCENT_METRICS",
@@ -156,10 +157,12 @@ class _MetricsLog:
     def read_final_result(self, metric: str) -> _Measurement:
         """Read a metric from the results of the kept checkpoint."""
         split, _, key = metric.partition(".")
-        value = as_finite_number((self.results.get(split) or {}).get(key))
+        metrics = self.results.get(split) or {}
+        value = as_finite_number(metrics.get(key))
         if value is None:
             return _Measurement(None, f"the run has no {metric}")
-        return _Measurement(value, f"{split} split, kept checkpoint")
+        notes = [f"{split} split", "kept checkpoint", describe_split_decisions(metrics)]
+        return _Measurement(value, ", ".join(filter(None, notes)))
 
     def _mean_train_value(self, key: str, window: _StepWindow) -> _Measurement:
         """Average a key of the train log lines in a window, weighted by the steps they cover."""

@@ -11,7 +11,6 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
-from finetune.data.decisions import describe_decisions, describe_split_decisions
 from finetune.evaluation.claims import claims_table
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.metrics import mean_std
@@ -24,7 +23,12 @@ from finetune.formatting import (
     pluralize,
 )
 from finetune.recipe.schema import Recipe
-from finetune.run.record import RunRecord, describe_teacher
+from finetune.run.record import (
+    RunRecord,
+    describe_decisions,
+    describe_split_decisions,
+    describe_teacher,
+)
 
 __all__ = ["CardContent", "license_metadata", "render_adapter_card", "render_card"]
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.decisions import describe_split_decisions
 from finetune.errors import RecipeError
 from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
@@ -32,7 +31,7 @@ from finetune.report.sections import (
     training_images_per_second,
     training_seconds,
 )
-from finetune.run.record import training_identity
+from finetune.run.record import describe_split_decisions, training_identity
 
 __all__ = [
     "RecipeGroup",

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from finetune.data.class_balance import describe_class_draws, describe_imbalance
-from finetune.data.decisions import describe_decisions, describe_split_decisions
 from finetune.evaluation.claims import format_claim
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, parse_confusion_matrix
 from finetune.formatting import MISSING, format_short_count, pluralize
@@ -26,7 +25,7 @@ from finetune.report.run_data import (
     has_too_few_images,
     use_narrow_spaces,
 )
-from finetune.run.record import describe_teacher
+from finetune.run.record import describe_decisions, describe_split_decisions, describe_teacher
 
 __all__ = [
     "claim_rows",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.errors import CheckpointError, Interrupted, SetupError
-from finetune.formatting import format_percent, format_short_count
+from finetune.formatting import format_percent, format_short_count, pluralize
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import (
@@ -21,6 +21,8 @@ from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
 __all__ = [
+    "describe_decisions",
+    "describe_split_decisions",
     "describe_teacher",
     "load_run_recipe",
     "read_finished_results",
@@ -30,6 +32,35 @@ __all__ = [
     "training_identity",
     "write_record",
 ]
+
+_MAX_LISTED_MERGES = 5
+
+
+def describe_split_decisions(metrics: Mapping[str, Any]) -> str:
+    """Return the note that belongs to the metrics of a changed split; "" if it is unchanged.
+
+    Args:
+        metrics: metrics of the split, with the result of `split_decisions`.
+    """
+    changes = metrics.get("decisions")
+    return f"after decisions ({_format_counts(changes)})" if changes else ""
+
+
+def _format_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def describe_decisions(summary: Mapping[str, Any]) -> str:
+    """Describe the `DecisionSummary` of run.json."""
+    parts = [f"{name}: {_format_counts(counts)}" for name, counts in summary["splits"].items()]
+    merged = [f"'{old}' into '{new}'" for old, new in summary["merged"].items()]
+    if merged:
+        num_more = len(merged) - _MAX_LISTED_MERGES
+        more = f" and {num_more} more" if num_more > 0 else ""
+        parts.append(f"merged in all splits: {', '.join(merged[:_MAX_LISTED_MERGES])}{more}")
+    if count := summary["not_applied"]:
+        parts.append(f"test: {pluralize(count, 'change')} not applied")
+    return "; ".join(parts) or "none changes the data"
 
 
 def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:

@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 from finetune.data.class_balance import describe_class_draws
-from finetune.data.decisions import describe_decisions
 from finetune.errors import escape_control_chars
 from finetune.formatting import escape_to_one_line, format_short_count, pluralize
 from finetune.precision import accelerator_precision
-from finetune.run.record import describe_teacher
+from finetune.run.record import describe_decisions, describe_teacher
 from finetune.training.setup import TrainingSetup
 from finetune.training.trainer_state import TrainerState
 

@@ -35,6 +35,7 @@ merge,,,8,9
 
 def make_recipe(*overrides: str) -> Recipe:
     text = tiny_recipe_text("eval: resize, decisions: decisions.csv", optim="lr: 3e-3, steps: 2")
+    text += "claims: [{metric: test.top1, value: 0.9, source: a paper}]\n"
     return parse_recipe(text, overrides=overrides)
 
 
@@ -64,6 +65,7 @@ def test_a_run_reports_decisions_wherever_it_reports_test_metrics(tmp_path: Path
     note = "2 dropped, 1 relabeled"
     texts = {
         "results": format_results(results),
+        "claim": results["claims"][0]["how"],
         "eval": format_evaluation(evaluated),
         "probe": format_probe(probed),
         "card": (run / "model" / "README.md").read_text(),

@@ -4,27 +4,43 @@ The first trial trains a classifier on frozen features, which takes seconds. The
 all weights, starting from this classifier. Both are evaluated on the same validation images, so
 they are compared image by image.
 
-Source: Kumar et al. 2022, "Fine-tuning can distort pretrained features" (LP-FT).
+The second trial can take longer than the whole run that trains only the classifier. It is then
+skipped if the network's last layers already suit the images: if a linear classifier gets worse with
+the features of these layers in addition to the pre-logits. Training all weights helps if the
+pre-logits lack what earlier layers know.
+
+Sources: Kumar et al. 2022, "Fine-tuning can distort pretrained features" (LP-FT); Evci et al. 2022,
+"Head2Toe: Utilizing intermediate representations for better transfer learning".
 """
 
-# N validation images
+# N images, D feature width
 
 from __future__ import annotations
 
 import contextlib
 import math
 
+import numpy as np
+
+from finetune.commands.weight_selection import leave_one_out_accuracy
+from finetune.evaluation.feature_extraction import compute_features, feature_batch_size
 from finetune.formatting import format_percent, pluralize
-from finetune.log import logger
+from finetune.log import logger, quiet
+from finetune.models.features import compute_layer_features, compute_pre_logits
 from finetune.recipe.schema import Recipe
+from finetune.training.accelerator import create_accelerator
+from finetune.training.setup import build_setup
 from finetune.training.trial import TrialEvaluation, run_trial
 
-__all__ = ["compare_frozen_and_full"]
+__all__ = ["compare_frozen_and_full", "last_layers_suffice"]
 
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side of the mean
+_NUM_IMAGES = 256  # training images on which features are compared
 
 
-def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
+def compare_frozen_and_full(
+    frozen: Recipe, full: Recipe, *, size: str, is_affordable: bool
+) -> tuple[bool, str]:
     """Train the classifier alone, then all weights, and compare them on the validation split.
 
     The second trial is skipped if the classifier alone leaves nothing to gain, and ends at the
@@ -34,6 +50,7 @@ def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple
         frozen: recipe that trains only the classifier.
         full: recipe that trains all weights for a short time.
         size: image size of both, for messages.
+        is_affordable: False to skip the second trial if `last_layers_suffice`.
     Returns: True to train all weights, and the reason.
     """
     try:
@@ -44,6 +61,9 @@ def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple
         logger.info(f"trial 1 of 2: {reason} trained")
         if accuracy + _Z * math.sqrt(accuracy * (1 - accuracy) / num_images) >= 1:
             return False, f"a trial: {reason} alone, which leaves nothing to gain"
+        if not is_affordable and (why := last_layers_suffice(frozen)):
+            logger.info(f"trial 2 of 2: skipped, because {why}")
+            return False, f"a trial: {reason} alone, and {why}"
         label = "trial 2 of 2: all weights"
         with contextlib.closing(run_trial(full, label=label, init_from=head.state)) as trial:
             for evaluation in trial:
@@ -75,3 +95,39 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     loss_error = loss_gain_N.std() / math.sqrt(len(loss_gain_N))
     is_worse = accuracy_gain + _Z * accuracy_error < 0
     return is_worse, accuracy_gain > -accuracy_error and loss_gain_N.mean() > loss_error
+
+
+def last_layers_suffice(recipe: Recipe) -> str | None:
+    """Return why training all weights will not help, by the features of the last layers.
+
+    Args:
+        recipe: recipe that trains only the classifier.
+    Returns: the reason; None if all weights may help, or the network has no such features.
+    """
+    with quiet():
+        accelerator = create_accelerator(recipe.run)
+        setup = build_setup(recipe, device=accelerator.device, show_progress=False)
+        network = setup.built.model.to(accelerator.device)
+        if not callable(getattr(network, "forward_intermediates", None)):
+            return None
+        split = setup.source.splits["train"]
+        order = np.random.default_rng(recipe.run.seed).permutation(len(split))
+        loader = setup.build_loader(split.subset(np.sort(order[:_NUM_IMAGES])), train=False)
+        values_ND = compute_features(
+            network,
+            loader,
+            accelerator,
+            batch_size=feature_batch_size(accelerator.device, recipe.data),
+            extract=compute_layer_features,
+        )
+    assert values_ND is not None, "this is the only process"
+    labels = loader.store.split.labels
+    first = next(loader.eval_batches(batch_size=1)).images_BCHW
+    width = compute_pre_logits(network, first).shape[1]
+    alone = leave_one_out_accuracy(values_ND[:, :width], labels)
+    together = leave_one_out_accuracy(values_ND, labels)
+    error = math.sqrt(alone * (1 - alone) * len(labels) + 1) / len(labels)
+    if together >= alone - _Z * error:
+        return None
+    accuracies = f"{format_percent(alone, 1)} right, {format_percent(together, 1)} with them"
+    return f"features of earlier layers do not help ({accuracies})"

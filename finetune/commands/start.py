@@ -78,6 +78,7 @@ _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
 # Length of a trial: passes over the data, but at most a fraction of the run.
 _TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
+_FIXED_SECONDS = 8.0  # of a run that trains only the classifier, besides computing the features
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
 _CHOICE_NAME = re.compile(r"[0-9a-f]{64}\.json")
 # Overrides that change frozen features, or how they are computed.
@@ -238,6 +239,14 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     is_frozen = builder.frozen_as_asked() if best.has_features else False
     if is_frozen is not None:
         return frozen if is_frozen else replace(full, seconds=None)
+    if not builder.has_validation():
+        reason = "there are no validation images for a trial of training all weights"
+        return replace(frozen, reason=reason)
+    if builder.stats.num_train < MIN_IMAGES_PER_CLASS * len(builder.stats.images_per_class):
+        reason = (
+            f"fewer than {MIN_IMAGES_PER_CLASS} images a class are too few to train all weights"
+        )
+        return replace(frozen, reason=reason)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
     for score in same_weights:  # the best image size at which all weights can be trained
         seconds_per_image = _measure_training(builder, replace(full, score=score))
@@ -249,26 +258,20 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         return replace(frozen, reason=f"training all weights would take about {whole} here")
     epochs = min(full.epochs, max(1, math.floor(BUDGET_SECONDS / epoch_seconds)))
     full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
-    if not builder.has_validation():
-        reason = "there are no validation images for a trial of training all weights"
-        return replace(frozen, reason=reason)
-    if builder.stats.num_train < MIN_IMAGES_PER_CLASS * len(builder.stats.images_per_class):
-        reason = (
-            f"fewer than {MIN_IMAGES_PER_CLASS} images a class are too few to train all weights"
-        )
-        return replace(frozen, reason=reason)
     # The trial uses the smallest images: a gain does not depend on the size, but the time does.
     smallest = min(same_weights, key=lambda each: each.forward_seconds)
     speedup = score.forward_seconds / smallest.forward_seconds
     trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
-    duration = format_duration(trial_epochs * epoch_seconds / speedup)
+    trial_seconds = trial_epochs * epoch_seconds / speedup
     logger.info(
-        f"about {duration} of trials decide whether to train all weights; Ctrl-C skips them"
+        f"at most about {format_duration(trial_seconds)} of trials decide whether to train all "
+        "weights; Ctrl-C skips them"
     )
     is_full, reason = compare_frozen_and_full(
         builder.short_head_recipe(replace(frozen, score=smallest)),
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
         size=smallest.candidate.pixels,
+        is_affordable=trial_seconds <= (seconds + _FIXED_SECONDS) / 2,
     )
     return replace(full if is_full else frozen, reason=reason)
 

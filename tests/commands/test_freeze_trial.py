@@ -10,7 +10,7 @@ import pytest
 from logs import logged
 
 from finetune.commands import freeze_trial
-from finetune.commands.freeze_trial import compare_frozen_and_full
+from finetune.commands.freeze_trial import compare_frozen_and_full, last_layers_suffice
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.trial import TrialEvaluation, run_trial
@@ -33,6 +33,8 @@ def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
     def compare(
         head: TrialEvaluation | type[BaseException],
         full: Sequence[TrialEvaluation | type[BaseException]],
+        *,
+        is_affordable: bool = True,
     ) -> tuple[bool, list[Any]]:
         reached: list[Any] = []
 
@@ -47,7 +49,9 @@ def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield each
 
         monkeypatch.setattr(freeze_trial, "run_trial", trial)
-        is_full, reason = compare_frozen_and_full("frozen", "full", size="32 px")
+        is_full, reason = compare_frozen_and_full(
+            "frozen", "full", size="32 px", is_affordable=is_affordable
+        )
         assert reason
         return is_full, reached
 
@@ -84,6 +88,39 @@ def test_a_trial_that_is_clearly_worse_is_abandoned(run_fake_trials: Any) -> Non
 def test_no_second_trial_if_nothing_is_left_to_gain(run_fake_trials: Any) -> None:
     assert run_fake_trials(evaluation(1.0, 0.1), []) == (False, [])
     assert run_fake_trials(evaluation(0.97, 0.1), []) == (False, [])
+
+
+@pytest.mark.parametrize(
+    "why, is_affordable, reached", [("x", False, 0), ("x", True, 1), (None, False, 1)]
+)
+def test_an_expensive_trial_is_skipped_if_the_last_layers_suffice(
+    why: str | None,
+    is_affordable: bool,
+    reached: int,
+    run_fake_trials: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(freeze_trial, "last_layers_suffice", lambda recipe: why)
+    full = [evaluation(0.9, 0.1)]
+    is_full, evaluations = run_fake_trials(HEAD, full, is_affordable=is_affordable)
+    assert bool(is_full) is bool(reached)
+    assert len(evaluations) == reached
+
+
+@pytest.mark.parametrize("informative, is_enough", [("last", True), ("earlier", False)])
+def test_last_layers_suffice_if_earlier_ones_only_add_noise(
+    informative: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compute(model: Any, loader: Any, *_: object, **__: object) -> np.ndarray:
+        width = model.num_features
+        values = np.random.default_rng(0).normal(size=(len(loader.labels), 9 * width))
+        first = 0 if informative == "last" else width
+        values[:, first : first + 10] += 3 * np.eye(10)[loader.labels]
+        return values.astype(np.float32)
+
+    assert last_layers_suffice(recipe("model.freeze=backbone")) is None  # of digits, measured
+    monkeypatch.setattr(freeze_trial, "compute_features", compute)
+    assert (last_layers_suffice(recipe("model.freeze=backbone")) is not None) is is_enough
 
 
 def test_after_ctrl_c_the_classifier_alone_is_trained(run_fake_trials: Any) -> None:

@@ -70,7 +70,9 @@ class Findings:
         self.trials: list[tuple[Recipe, Recipe]] = []
         self.candidates: list[str] = []
 
-    def compare(self, frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
+    def compare(
+        self, frozen: Recipe, full: Recipe, *, size: str, is_affordable: bool
+    ) -> tuple[bool, str]:
         self.trials.append((frozen, full))
         return self.full_is_better, f"a trial at {size}"
 

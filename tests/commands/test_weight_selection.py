@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from finetune.commands.weight_selection import (
     score_candidates,
     sort_scores,
 )
-from finetune.errors import RecipeError, WeightsError
+from finetune.errors import RecipeError
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 
@@ -89,11 +90,32 @@ def test_scores_of_real_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 1e9)
     scores = score_candidates([TI, NANO], recipe_of, sizes=lambda candidate: [32, 48])
     assert [score.candidate.image_size for score in scores].count(48) == 1  # only the best
-    assert {score.num_images for score in scores} == {65}
     assert all(0.4 < score.accuracy <= 1 for score in scores)
-    monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 0.0)
     (score,) = score_candidates([NANO], recipe_of, sizes=lambda candidate: [])
-    assert score.num_images == weight_selection.MIN_SCORED_IMAGES
+    assert score.num_images == weight_selection.MIN_SCORED_IMAGES  # nothing to compare it with
+
+
+def test_only_networks_that_may_win_are_scored_on_more_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_selection, "MAX_SECONDS_PER_SCORE", 1e9)
+    monkeypatch.setattr(weight_selection, "MIN_SCORED_IMAGES", 20)
+    wider = replace(NANO, image_size=64)
+    features = {32: 20.0, 48: 19.0, 64: 0.0}  # how far the classes are apart
+
+    def compute(model: nn.Module, loader: Any, *_: object, **__: object) -> np.ndarray:
+        size = loader.pipeline.image_size[0]
+        noise = np.random.default_rng(size).normal(size=(len(loader.labels), 16))
+        apart = features[size] * np.eye(10, 16)[loader.labels]
+        return (noise + apart).astype(np.float32)
+
+    monkeypatch.setattr(weight_selection, "compute_features", compute)
+    best, close, worse = score_candidates(
+        [NANO, wider], recipe_of, sizes=lambda each: [32, 48] if each is NANO else [64]
+    )
+    assert worse.candidate == wider
+    assert worse.num_images == 20
+    assert best.num_images == close.num_images == 65
 
 
 def test_candidates_that_cannot_be_used_are_skipped() -> None:
@@ -114,10 +136,9 @@ def test_candidates_that_cannot_be_used_are_skipped() -> None:
 def test_a_network_without_features_is_used_if_it_is_the_only_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def build_loader(*_: object, **__: object) -> None:
-        raise WeightsError("no pre-logits", code="weights.unsupported")
-
-    monkeypatch.setattr(weight_selection.FrozenBackbone, "build_loader", build_loader)
+    monkeypatch.setattr(
+        "finetune.training.frozen_backbone.enable_feature_input", lambda *_, **__: "no pre-logits"
+    )
     scores = score_candidates([NANO, TI], recipe_of, sizes=lambda candidate: [])
     assert [(score.candidate, score.has_features) for score in scores] == [(NANO, False)]
 

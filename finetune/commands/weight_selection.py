@@ -320,7 +320,7 @@ class _Scorer:
             if not has_features:
                 raise RecipeError(f"{candidate}: has no features", code="recipe.unsupported")
         self._setup: TrainingSetup | None = setup
-        self.score = Score(
+        self.score: Score = Score(
             candidate,
             accuracy=0.0,
             num_images=0,

@@ -35,7 +35,7 @@ from finetune.data.from_recipe import open_full_data
 from finetune.data.image_paths import list_cli_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
-from finetune.errors import DataError, FinetuneError, RecipeError, WeightsError
+from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import explain_disk_errors, file_sha256
 from finetune.formatting import format_bytes, pluralize
@@ -79,10 +79,12 @@ def export_model(
         "opset", "bytes", "sha256" (by file name), "max_difference", "batch_sizes", "num_images",
         "images".
     Raises: WeightsError if the architecture cannot be exported with a dynamic batch or a logit
-        differs by more than 1e-3; SetupError if a package is missing or the file cannot be
-        written; RecipeError or DataError for wrong arguments or images.
+        differs by more than 1e-3; SetupError if a package is missing, or the file cannot be
+        written or is not from an earlier export; RecipeError or DataError for wrong arguments or
+        images.
     """
     target = resolve_output_path(model, format, out)
+    _check_not_foreign(target)
     require_packages(format)
     with explain_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +155,22 @@ def resolve_output_path(model: str, format: str, out: str | None) -> Path:
             code="recipe.wrong_value",
         )
     return path / f"{_default_file_stem(model)}{suffix}"
+
+
+def _check_not_foreign(target: Path) -> None:
+    """Raise SetupError if the file exists, unless the metadata of an export names it."""
+    metadata_path = target.with_name(f"{target.name}.json")
+    try:
+        is_ours = target.name in json.loads(metadata_path.read_bytes())["export"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        is_ours = False
+    for path in (target, metadata_path):
+        if os.path.lexists(path) and not is_ours:
+            raise SetupError(
+                f"{path}: exists, but is not from an earlier export; remove it, or choose another "
+                "--out",
+                code="setup.exists",
+            )
 
 
 def _default_file_stem(model: str) -> str:

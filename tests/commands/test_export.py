@@ -164,9 +164,11 @@ def test_differing_export_is_refused_and_keeps_the_old_file(
 
     monkeypatch.setattr(export_module, "export_network", export_and_damage)
     (tmp_path / "vit_nano.onnx").write_text("old")
+    metadata = {"export": {"sha256": {"vit_nano.onnx": "0" * 64}}}
+    (tmp_path / "vit_nano.onnx.json").write_text(json.dumps(metadata))
     with refused("weights.wrong_export", "vit_nano", "0.001"):
         export_model(NANO, out=str(tmp_path))
-    assert os.listdir(tmp_path) == ["vit_nano.onnx"]
+    assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
     assert (tmp_path / "vit_nano.onnx").read_text() == "old"
 
 
@@ -290,11 +292,23 @@ def test_unwritable_out_is_refused(fake_export: None, tmp_path: Path) -> None:
         export_model(NANO, out=str(tmp_path / "file" / "x.onnx"))
 
 
+@pytest.mark.parametrize("name", ["vit_nano.onnx", "vit_nano.onnx.json"])
+def test_file_that_is_not_an_export_is_not_overwritten(
+    name: str, fake_export: None, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    with refused("setup.exists", tmp_path / name):
+        export_model(NANO, out=str(tmp_path))
+    assert (tmp_path / name).read_text() == "{}"
+    (tmp_path / name).unlink()
+    for _ in range(2):  # an earlier export is replaced
+        export_model(NANO, out=str(tmp_path))
+
+
 def test_failed_replace_removes_the_old_preprocessing(
     fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("vit_nano.onnx", "vit_nano.onnx.json"):
-        (tmp_path / name).write_text("old")
+    export_model(NANO, out=str(tmp_path))
 
     def fail(source: Any, target: Any) -> None:
         raise OSError(5, "Input/output error")

@@ -96,7 +96,7 @@ def disable_report_and_plots(patch: pytest.MonkeyPatch) -> None:
     """Replace report and plots, most of the time of a tiny run, by small files."""
     disable_plots(patch)
 
-    def page(run: Any, path: Path, split: Any) -> Path:
+    def page(run: Any, path: Path, *_: Any) -> Path:
         write_atomically(path, "page")
         return path
 

@@ -101,6 +101,12 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     callback=checked_by(check_run_or_model_folder),
     help="Run directory trained on SOURCE: its predictions count too, for images it has held out.",
 )
+@click.option(
+    "--group",
+    metavar="COLUMN|REGEX",
+    help="Column, or regular expression for the names of images, that tells which images belong "
+    "together, like data.group.",
+)
 @multilabel_option
 @click.option(
     "--review",

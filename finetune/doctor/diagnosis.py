@@ -14,12 +14,13 @@ import io
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
@@ -32,9 +33,10 @@ from finetune.doctor.label_errors import (
     out_of_fold_probabilities,
 )
 from finetune.doctor.review_page import write_review_page
-from finetune.errors import DataError, redact_urls
+from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
 from finetune.formatting import escape_csv_formula, format_percent, pluralize
+from finetune.recipe.field_types import GroupSetting
 from finetune.recipe.load import RunSection
 from finetune.training.accelerator import create_accelerator
 
@@ -51,6 +53,7 @@ def diagnose(
     weights: Sequence[str] = (),
     out: str | Path = "doctor",
     run: str | None = None,
+    group: str | None = None,
     multilabel: bool = False,
 ) -> dict[str, Any]:
     """Find the problems of a source; write doctor.json, label_scores.csv and neighbors.npz.
@@ -61,16 +64,19 @@ def diagnose(
             probabilities of several networks are averaged.
         out: folder to write to.
         run: a run directory whose probabilities count too, for images that it has held out.
+        group: column or regular expression that names the group of each image, as in `data.group`.
         multilabel: allow any number of labels per image.
     Returns: the content of doctor.json; empty on ranks other than 0.
     Raises: SetupError if cleanlab is missing or `out` is not writable; DataError if the source
-        cannot be used; RecipeError if `run` does not fit.
+        cannot be used; RecipeError if `run` or `group` does not fit.
     """
     started = time.perf_counter()
     check_cleanlab()
     folder = Path(out)
     make_writable_folder(folder, option="--out")
-    opened = open_source(source, multilabel=multilabel)
+    if group is not None:
+        _check_group(group)
+    opened = open_source(source, multilabel=multilabel, group=group)
     accelerator = create_accelerator(RunSection())
     candidates = choose_weights(opened, weights, accelerator.device)
     computed = [compute_features(opened, each, accelerator) for each in candidates]
@@ -87,12 +93,19 @@ def diagnose(
             code="data.unreadable",
         )
     features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
+    copies = images.find_copies()
+    groups = [] if group is None else images.find_groups()
     probabilities_MK = out_of_fold_probabilities(
-        features, labels, images.groups[rows], num_classes=len(opened.class_names)
+        features,
+        labels,
+        _connect([*copies, *groups], len(images))[rows],
+        num_classes=len(opened.class_names),
     )
     if run_NK is not None:
         probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
     errors = find_label_errors(probabilities_MK, labels)
+    leaks = [each for each in copies if images.spans_splits(each)]
+    duplicates = [each for each in copies if not images.spans_splits(each)]
     diagnosis = {
         "source": redact_urls(opened.name),
         "classes": opened.class_names,
@@ -111,16 +124,15 @@ def diagnose(
             }
             for index in errors.indices
         ],
-        "duplicates": [],
-        "leaks": [],
+        "duplicates": images.describe_groups(duplicates),
+        "leaks": images.describe_groups(leaks),
         "outliers": [],
         "class_problems": [],
-        "groups": [],
+        "groups": images.describe_groups(filter(images.spans_splits, groups)),
         "expected": {
-            "label_errors": {
-                key: round(value, 1)
-                for key, value in zip(("count", "low", "high"), errors.expected, strict=True)
-            }
+            "label_errors": _interval(*errors.expected),
+            "duplicates": _interval(len(duplicates)),
+            "leaks": _interval(len(leaks)),
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -155,7 +167,41 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
             f"  {error['split']}: {error['path']}: {given}, rather {suggested} "
             f"({format_percent(error['score'], 0)})"
         )
+    for kind, name in (("leaks", "images in several splits"), ("duplicates", "duplicates")):
+        if found := diagnosis[kind]:
+            first = ", ".join(f"{each['split']}: {each['path']}" for each in found[0][:3])
+            lines.append(f"{name}: {pluralize(len(found), 'group')}, such as {first}")
+    if found := diagnosis["groups"]:
+        lines.append(f"groups (--group) with images of several splits: {len(found)}")
     return "\n".join([*lines, f"all findings: {Path(out) / 'doctor.json'}"])
+
+
+def _check_group(group: str) -> None:
+    """Raise RecipeError if a group is not a column or a regular expression with one group."""
+    try:
+        TypeAdapter(GroupSetting).validate_python(group)
+    except ValidationError as error:
+        cause = error.errors()[0]["msg"]
+        raise RecipeError(f"--group: {cause}", code="recipe.wrong_value") from None
+
+
+def _interval(
+    count: float, low: float | None = None, high: float | None = None
+) -> dict[str, float]:
+    """Return the expected number of findings of a kind; without limits, it is exact."""
+    low, high = (count if limit is None else limit for limit in (low, high))
+    return {"count": round(count, 1), "low": round(low, 1), "high": round(high, 1)}
+
+
+def _connect(groups: Iterable[Sequence[int]], num_rows: int) -> NDArray[np.int64]:
+    """Number the connected components of overlapping groups. Returns: (N,), one for each row."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    pairs = [(group[0], row) for group in groups for row in group[1:]]
+    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    edges = coo_array((np.ones(len(pairs)), (first, second)), shape=(num_rows, num_rows))
+    return connected_components(edges, directed=False)[1].astype(np.int64)
 
 
 class _Images:
@@ -163,7 +209,6 @@ class _Images:
 
     Attributes:
         labels: class indices (N,), or 0/1 indicators (N, K).
-        groups: (N,) int64, equal for images with equal content; unique for streamed images.
     """
 
     def __init__(self, source: Source) -> None:
@@ -171,16 +216,35 @@ class _Images:
         self._splits = list(source.splits.values())
         self._first_rows = np.cumsum([0, *map(len, self._splits)])
         self.labels = np.concatenate([split.labels for split in self._splits])
-        self.groups = self._group_copies()
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def _group_copies(self) -> NDArray[np.int64]:
+    def find_copies(self) -> list[list[int]]:
+        """Return groups of images with the same content; none if images are streamed."""
         if any(split.is_streamed for split in self._splits):
-            return np.arange(len(self))
+            return []
         digests_N = np.concatenate([split.digests for split in self._splits])
-        return np.unique(digests_N, axis=0, return_inverse=True)[1].reshape(-1)
+        rows = np.flatnonzero(digests_N.any(axis=1))  # unreadable images have no digest
+        return [rows[group].tolist() for group in _equal_values(digests_N[rows])]
+
+    def find_groups(self) -> list[list[int]]:
+        """Return the rows of each group of `data.group` that has several images."""
+        names = [
+            np.full(len(split), "") if split.groups is None else split.groups.astype(str)
+            for split in self._splits
+        ]
+        names_N = np.concatenate(names)
+        rows = np.flatnonzero(names_N != "")
+        return [rows[group].tolist() for group in _equal_values(names_N[rows])]
+
+    def spans_splits(self, group: Sequence[int]) -> bool:
+        """Return True if a group has images of several splits."""
+        return len({self.locate(row)[0].name for row in group}) > 1
+
+    def describe_groups(self, groups: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]]:
+        """Describe each image of each group."""
+        return [[self.describe(row) for row in group] for group in groups]
 
     def locate(self, row: int) -> tuple[Split, int]:
         """Return the split of a row, and the index in it."""
@@ -199,6 +263,16 @@ class _Images:
         if self.labels.ndim == 2:
             return [self._class_names[k] for k in np.flatnonzero(label)]
         return self._class_names[int(label)]
+
+
+def _equal_values(values: NDArray[Any]) -> list[NDArray[np.int64]]:
+    """Return the indices of each value that occurs several times."""
+    if not len(values):
+        return []
+    numbers = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.argsort(numbers, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+    return [group for group in groups if len(group) > 1]
 
 
 def _average(

@@ -192,7 +192,9 @@ class DecisionFile:
                 raise ValueError(f"unknown action {action!r} for an image")
             if action == "relabel" and not names.issuperset(labels):
                 raise ValueError(f"unknown label {label!r}")
-            place: dict[str, Any] = {name: image.get(name) for name in ("split", "index", "path", "digest")}
+            place: dict[str, Any] = {
+                name: image.get(name) for name in ("split", "index", "path", "digest")
+            }
             label = label if action == "relabel" else None
             return Decision(action, given=self._findings.given_label(key), label=label, **place)
         if key not in self._class_keys:

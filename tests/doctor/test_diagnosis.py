@@ -8,9 +8,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from recipe_texts import tiny_recipe_text
 
 from finetune.cli.main import main
+from finetune.data.open_source import open_source
 
 NANO = ("--weights", "embedded:vit_nano")
 
@@ -46,3 +49,54 @@ def test_without_cleanlab_nothing_is_computed(
     assert main(["data", "doctor", str(image_folder), "--out", str(tmp_path / "out")]) == 5
     assert "finetune-vision[doctor]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_copies_and_groups_across_splits(image_folder: Path, tmp_path: Path) -> None:
+    train, test = image_folder / "train", image_folder / "test"
+    shutil.copy(train / "red" / "red-0.png", test / "red" / "copy.png")
+    shutil.copy(train / "blue" / "blue-0.png", train / "blue" / "copy.png")
+    (train / "blue" / "broken.png").write_bytes(b"no image")
+    diagnosis = diagnose(image_folder, tmp_path / "out", "--group", r"(\w+-1)\.png")
+    (leak,), (pair,) = diagnosis["leaks"], diagnosis["duplicates"]
+    assert {each["path"] for each in leak} == {"train/red/red-0.png", "test/red/copy.png"}
+    assert {each["path"] for each in pair} == {"train/blue/blue-0.png", "train/blue/copy.png"}
+    assert [len(group) for group in diagnosis["groups"]] == [2, 2, 2]
+    assert diagnosis["expected"]["leaks"] == {"count": 1, "low": 1, "high": 1}
+
+
+def test_neighbors_have_the_given_and_the_suggested_label(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    train = image_folder / "train"
+    shutil.move(train / "red" / "red-3.png", train / "green" / "wrong.png")
+    diagnosis = diagnose(image_folder, tmp_path / "out")
+    source = open_source(f"folder:{image_folder}")
+    labels = np.concatenate([split.labels for split in source.splits.values()])
+    with np.load(tmp_path / "out" / "neighbors.npz") as neighbors:
+        for kind in ("given", "suggested"):
+            assert neighbors[kind].shape == (len(diagnosis["label_errors"]), 4)
+            for error, rows in zip(diagnosis["label_errors"], neighbors[kind], strict=True):
+                assert {source.class_names[k] for k in labels[rows]} == {error[kind]}
+
+
+def test_predictions_of_a_run_count_for_its_held_out_images(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    test = image_folder / "test"
+    shutil.move(test / "red" / "red-1.png", test / "green" / "x.png")
+    run = tmp_path / "run"
+    recipe = tiny_recipe_text(source=f"folder:{image_folder}")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(run)]) == 0
+    alone = diagnose(image_folder, tmp_path / "alone")
+    both = diagnose(image_folder, tmp_path / "both", "--run", str(run))
+
+    def scores(name: str) -> dict[tuple[str, str], float]:
+        with (tmp_path / name / "label_scores.csv").open(newline="") as file:
+            return {
+                (row["split"], row["index"]): float(row["score"]) for row in csv.DictReader(file)
+            }
+
+    changed = {key for key, score in scores("both").items() if score != scores("alone")[key]}
+    assert any(split == "test" for split, _ in changed)
+    assert alone["weights"] == both["weights"]

@@ -173,7 +173,11 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
             lines.append(f"{name}: {pluralize(len(found), 'group')}, such as {first}")
     if found := diagnosis["groups"]:
         lines.append(f"groups (--group) with images of several splits: {len(found)}")
-    return "\n".join([*lines, f"all findings: {Path(out) / 'doctor.json'}"])
+    lines.append(
+        f"look at them and decide: {Path(out) / 'doctor.html'}, or all of them with: finetune data "
+        f"doctor {diagnosis['source']} --out {out} --review"
+    )
+    return "\n".join(lines)
 
 
 def _check_group(group: str) -> None:

@@ -322,5 +322,5 @@ def _read_neighbors(file: Path, num_errors: int, num_rows: int) -> dict[str, NDA
 def _first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
     return str(getattr(error, "strerror", None) or error).partition("\n")[0][:200]

@@ -169,8 +169,7 @@ def _keys_of(finding: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_expected(expected: Mapping[str, float]) -> str:
-    """Describe how many findings of a kind are expected to be true problems."""
-    if "count" not in expected:
-        return ""
-    low, high = expected.get("low", expected["count"]), expected.get("high", expected["count"])
-    return f"About {expected['count']:,.0f} are expected ({low:,.0f} to {high:,.0f})."
+    """Describe how many findings of a kind are expected to be true problems; "" if it is exact."""
+    count = expected.get("count", 0)
+    low, high = expected.get("low", count), expected.get("high", count)
+    return "" if low == high else f"About {count:,.0f} are expected ({low:,.0f} to {high:,.0f})."

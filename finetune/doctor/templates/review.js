@@ -52,7 +52,7 @@ function picture(key, size, alt) {
   const source = data.pictures ? data.pictures[key] : `picture/${size}/${key}`;
   if (!source) frame.append("no picture");
   else {
-    const image = element("img", { src: source, alt, decoding: "async" });
+    const image = element("img", { src: source, alt, decoding: "async", loading: size === "medium" ? "lazy" : null });
     image.addEventListener("load", () => { if (Math.max(image.naturalWidth, image.naturalHeight) < 96) image.classList.add("small"); });
     image.addEventListener("error", () => image.replaceWith("cannot be read"));
     frame.append(image);

@@ -1,0 +1,292 @@
+"""Near-duplicates: copies of a photo that were cropped, re-encoded, resized, mirrored or recolored.
+
+Neighbors in feature space are candidates. Each candidate is confirmed on small gray images: the
+best of 62 crops of one image starts a registration of position and size on the other; then both
+must correlate, also in their fine detail, in which similar scenes differ. Where all images look
+alike, as digits do, the limit is the correlation that no two random images are expected to reach.
+"""
+
+# N images, P pairs, D width, C crops, S side of a thumbnail, T side of a coarse thumbnail
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+from torch.nn import functional
+
+from finetune.data.thread_pool import thread_map
+from finetune.errors import DataError
+from finetune.host_resources import num_cores
+from finetune.progress import item_bar
+
+__all__ = ["find_near_duplicates"]
+
+NUM_NEIGHBORS = 5
+MAX_WIDTH = 192  # principal components of the features, for speed
+MIN_COARSE_CORRELATION = 0.82
+MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.8  # measured: docs/doctor.md
+MIN_OVERLAP = 0.6  # share of the image's area
+NUM_RANDOM_PAIRS = 1024
+MIN_IMAGES_TO_CALIBRATE = 50
+EXPECTED_FALSE_PAIRS = 0.01  # per image, if its nearest image were one of N random images
+_S, _T = 32, 8
+_CROP_SIZES = ((1.0, 1), (0.9, 3), (0.8, 4), (0.7, 6))  # side, positions per axis
+_REGISTRATION_STEPS = 5
+
+
+@torch.inference_mode()
+def find_near_duplicates(
+    features: Sequence[NDArray[np.float32]], decode: Callable[[int], NDArray[np.uint8]]
+) -> list[list[int]]:
+    """Find groups of images that show the same photo.
+
+    Args:
+        features: features (N, D) of the images from each network; at least one.
+        decode: function that returns image i as (H, W, 3) uint8; called from several threads. An
+            image for which it raises a DataError has no duplicates.
+    Returns: groups of two or more image indices, ascending; the surest group first. Each image is
+        confirmed as a copy of at least one other of its group.
+    """
+    num_images = len(features[0])
+    pairs_P2 = torch.unique(torch.cat([_nearest_pairs(values) for values in features]), dim=0)
+    thumbnails_NSS = _make_thumbnails(decode, num_images)
+    with item_bar(2 * len(pairs_P2), label="comparisons", unit="pair") as bar:
+        correlation_P, detail_P = _compare(
+            thumbnails_NSS, pairs_P2, MIN_COARSE_CORRELATION, bar.update
+        )
+    min_detail = _min_detail_correlation(thumbnails_NSS)
+    confirmed = (correlation_P >= MIN_CORRELATION) & (detail_P >= min_detail)
+    pairs, scores = pairs_P2[confirmed].numpy(), detail_P[confirmed].numpy()
+    graph = coo_array((scores, (pairs[:, 0], pairs[:, 1])), shape=(num_images, num_images))
+    group_N = connected_components(graph, directed=False)[1]
+    best: dict[int, float] = {}
+    for (first, _), score in zip(pairs, scores, strict=True):
+        group = int(group_N[first])
+        best[group] = max(best.get(group, 0.0), float(score))
+    order = sorted(best, key=lambda group: (-best[group], group))
+    members = np.flatnonzero(np.isin(group_N, order))
+    groups: dict[int, list[int]] = {group: [] for group in order}
+    for index in members:
+        groups[int(group_N[index])].append(int(index))
+    return list(groups.values())
+
+
+def _nearest_pairs(values_ND: NDArray[np.float32]) -> Tensor:
+    """Return the pairs (P, 2) of each image and its nearest images in centered cosine similarity.
+
+    The first index of a pair is the smaller one.
+    """
+    values = torch.from_numpy(np.require(values_ND, requirements=["C", "W"]))
+    num_images, width = values.shape
+    if num_images < 2:
+        return torch.empty(0, 2, dtype=torch.int64)
+    mean = values.mean(0)
+    if width > MAX_WIDTH:
+        covariance = values.T @ values / num_images - mean[:, None] * mean
+        components = torch.linalg.eigh(covariance).eigenvectors[:, -MAX_WIDTH:]
+        values, mean = values @ components, mean @ components
+    values = functional.normalize(values - mean, dim=1)
+    pairs = []
+    with item_bar(num_images, label="nearest images") as bar:
+        for rows in torch.arange(num_images).split(512):
+            similarities = values[rows] @ values.T
+            similarities[torch.arange(len(rows)), rows] = -torch.inf
+            nearest = similarities.topk(min(NUM_NEIGHBORS, num_images - 1), dim=1).indices
+            pairs.append(torch.stack([rows[:, None].expand_as(nearest), nearest], 2).flatten(0, 1))
+            bar.update(len(rows))
+    return torch.cat(pairs).sort(dim=1).values
+
+
+def _make_thumbnails(decode: Callable[[int], NDArray[np.uint8]], num_images: int) -> Tensor:
+    """Return gray thumbnails (N, S, S) uint8; zeros for unreadable images."""
+
+    def make(index: int) -> NDArray[np.uint8] | None:
+        try:
+            pixels = decode(index)
+        except DataError:
+            return None
+        image = Image.fromarray(pixels).convert("L")
+        return np.asarray(image.resize((_S, _S), Image.Resampling.BILINEAR, reducing_gap=2.0))
+
+    thumbnails = np.zeros((num_images, _S, _S), np.uint8)
+    with item_bar(num_images, label="thumbnails") as bar:
+        for index, thumbnail in enumerate(thread_map(make, range(num_images), num_cores())):
+            if thumbnail is not None:
+                thumbnails[index] = thumbnail
+            bar.update()
+    return torch.from_numpy(thumbnails)
+
+
+def _compare(
+    thumbnails_NSS: Tensor,
+    pairs_P2: Tensor,
+    min_coarse: float,
+    update: Callable[[int], object] = lambda num_pairs: None,
+) -> tuple[Tensor, Tensor]:
+    """Register the images of each pair, and correlate them.
+
+    Copies may be crops of each other, so both orders are tried.
+
+    Args:
+        min_coarse: coarse correlation from which a pair is registered.
+        update: function that is called with numbers of finished pairs.
+    Returns: correlation (P,) of the images and of their detail (P,), -1 where not registered.
+    """
+    results_P2 = torch.full((len(pairs_P2), 2), -1.0)
+    for order in (pairs_P2, pairs_P2.flip(1)):
+        for rows in order[:, 0].argsort(stable=True).split(1024):
+            whole, position = order[rows, 0].unique_consecutive(return_inverse=True)
+            wholes, parts = thumbnails_NSS[whole].float(), thumbnails_NSS[order[rows, 1]].float()
+            coarse, crop, is_mirrored = _find_crop(wholes, position, parts)
+            near = coarse >= min_coarse
+            parts = torch.where(is_mirrored[near, None, None], parts[near].flip(2), parts[near])
+            new, old = _register(wholes[position[near]], parts, crop[near]), results_P2[rows[near]]
+            results_P2[rows[near]] = torch.where(new[:, 1:] > old[:, 1:], new, old)
+            update(len(rows))
+    return results_P2[:, 0], results_P2[:, 1]
+
+
+def _min_detail_correlation(thumbnails_NSS: Tensor) -> float:
+    """Return the correlation of detail above which a pair is a duplicate.
+
+    Random pairs, transformed as by Fisher, are taken to have an exponential tail. It is fitted to
+    two quantiles that are low enough not to contain duplicates.
+    """
+    num_images = len(thumbnails_NSS)
+    if num_images < MIN_IMAGES_TO_CALIBRATE:
+        return MIN_DETAIL_CORRELATION
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(num_images, (NUM_RANDOM_PAIRS,), generator=generator)
+    shift = torch.randint(1, num_images, (NUM_RANDOM_PAIRS,), generator=generator)
+    pairs_P2 = torch.stack([first, (first + shift) % num_images], dim=1)
+    _, detail_P = _compare(thumbnails_NSS, pairs_P2, -1.0)
+    median, upper = torch.atanh(detail_P.clamp(max=0.999)).quantile(torch.tensor([0.5, 0.75]))
+    scale = (upper - median) / math.log(2)
+    limit = upper + scale * math.log(0.25 * num_images / EXPECTED_FALSE_PAIRS)
+    return max(MIN_DETAIL_CORRELATION, float(torch.tanh(limit)))
+
+
+def _find_crop(
+    wholes_NSS: Tensor, position_P: Tensor, parts_PSS: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the crop of an image that correlates most with another image or its mirror image.
+
+    Args:
+        position_P: indices of the pairs' first images in `wholes_NSS`.
+    Returns: correlation (P,), crop (P, 4) as center x, size x, center y, size y in half images, and
+        whether the other image is mirrored (P,).
+    """
+    crops = []
+    for matrices in _CROP_MATRICES:
+        rows = torch.einsum("yts,nsv->nytv", matrices, wholes_NSS)
+        crops.append(torch.einsum("nytv,xuv->nyxtu", rows, matrices).flatten(1, 2).flatten(2))
+    full = _CROP_MATRICES[0][0]
+    small = full @ parts_PSS @ full.T
+    candidates = _standardize(torch.stack([small.flatten(1), small.flip(2).flatten(1)], dim=2), 1)
+    correlations = _standardize(torch.cat(crops, dim=1), 2)[position_P] @ candidates
+    best, index = correlations.flatten(1).max(dim=1)
+    return best, _CROPS[index // 2], index % 2 == 1
+
+
+def _standardize(values: Tensor, dim: int) -> Tensor:
+    values = values - values.mean(dim, keepdim=True)
+    return values / (values.norm(dim=dim, keepdim=True) + 1e-3)
+
+
+def _register(whole_PSS: Tensor, part_PSS: Tensor, crop_P4: Tensor) -> Tensor:
+    """Fit position and size of a crop to another image, and compare the two.
+
+    Gauss-Newton steps on the squared differences, with the contrast as a fifth parameter.
+
+    Returns: correlation of the images and of their detail (P, 2); -1 if they overlap too little.
+    """
+    target = _SMOOTH @ part_PSS @ _SMOOTH.T
+    smooth_whole = _SMOOTH @ whole_PSS @ _SMOOTH.T
+    x, y = _GRID, _GRID[:, None]
+    for _ in range(_REGISTRATION_STEPS):
+        warped, mask = _warp(smooth_whole, crop_P4)
+        along_y, along_x = (slope * (_S / 2) for slope in torch.gradient(warped, dim=(1, 2)))
+        columns = (warped, along_x, along_x * x, along_y, along_y * y)
+        jacobian = _center(torch.stack([column.flatten(1) for column in columns], 1), mask[:, None])
+        residual = _center(target.flatten(1), mask)[:, :, None]
+        normal = jacobian @ jacobian.mT
+        damping = 1e-3 * normal.diagonal(dim1=1, dim2=2).mean(1) + 1e-3
+        normal = normal + damping[:, None, None] * torch.eye(5)
+        step = torch.linalg.solve(normal, jacobian @ residual)[..., 0]
+        step = (step[:, 1:] / step[:, :1].clamp(min=0.2)).clamp(-0.1, 0.1)
+        size = crop_P4[:, 1::2]
+        center = crop_P4[:, ::2] + size * step[:, ::2]
+        crop_P4 = torch.stack([center, size * (1 + step[:, 1::2])], 2).flatten(1)
+    warped, mask = _warp(whole_PSS, crop_P4)
+    inner = -functional.max_pool2d(-mask.view(-1, 1, _S, _S), 5, stride=1, padding=2).flatten(1)
+    correlation = _correlate(warped, part_PSS, mask)
+    detail = _correlate(_detail(warped), _detail(part_PSS), inner)
+    results = torch.stack([correlation, detail], dim=1)
+    return results.where((mask.mean(1) >= MIN_OVERLAP)[:, None], torch.tensor(-1.0))
+
+
+def _warp(images_PSS: Tensor, crop_P4: Tensor) -> tuple[Tensor, Tensor]:
+    """Resample a crop of each image. Returns: (P, S, S), and 1 for pixels inside it (P, S * S)."""
+    x, y = (crop_P4[:, i, None] + crop_P4[:, i + 1, None] * _GRID for i in (0, 2))
+    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+    mask = (grid.abs() <= 1).all(dim=3).flatten(1).float()
+    options = {"mode": "bilinear", "padding_mode": "border", "align_corners": False}
+    return functional.grid_sample(images_PSS[:, None], grid, **options)[:, 0], mask
+
+
+def _center(values: Tensor, mask: Tensor) -> Tensor:
+    """Subtract the mean over the mask, and set the rest to 0; pixels are the last dimension."""
+    mean = (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (values - mean) * mask
+
+
+def _correlate(first_PSS: Tensor, second_PSS: Tensor, mask: Tensor) -> Tensor:
+    """Return the correlation (P,) of the pixels in the mask; 0 for a blank image."""
+    first, second = (_center(values.flatten(1), mask) for values in (first_PSS, second_PSS))
+    norms = first.norm(dim=1) * second.norm(dim=1)
+    return (first * second).sum(1) / norms.clamp(min=_S * _S)  # a standard deviation of 1 of 255
+
+
+def _detail(images_PSS: Tensor) -> Tensor:
+    """Return a band-pass filtered image: it lacks noise and smooth gradients."""
+    return _SMOOTH @ images_PSS @ _SMOOTH.T - _BLUR @ images_PSS @ _BLUR.T
+
+
+def _smoothing_matrix(repeats: int) -> Tensor:
+    """Return a matrix (S, S) that filters with [1, 2, 1] / 4; edge pixels are repeated."""
+    matrix = torch.eye(_S)
+    for _ in range(repeats):
+        above, below = matrix[[0, *range(_S - 1)]], matrix[[*range(1, _S), _S - 1]]
+        matrix = (above + 2 * matrix + below) / 4
+    return matrix
+
+
+def _crop_matrices(size: float, num_positions: int) -> Tensor:
+    """Return matrices (positions, T, S) that average a crop of a row to T pixels."""
+    starts = torch.linspace(0, (1 - size) * _S, num_positions)
+    edges = starts[:, None] + torch.arange(_T + 1) * (size * _S / _T)
+    pixels = torch.arange(_S)
+    low, high = edges[:, :-1, None], edges[:, 1:, None]
+    covered = (torch.minimum(high, pixels + 1) - torch.maximum(low, pixels)).clamp(min=0)
+    return covered / covered.sum(2, keepdim=True)
+
+
+_GRID = (torch.arange(_S) + 0.5) / _S * 2 - 1
+_SMOOTH, _BLUR = _smoothing_matrix(1), _smoothing_matrix(4)
+_CROP_MATRICES = [_crop_matrices(size, count) for size, count in _CROP_SIZES]
+_CROPS = torch.tensor(
+    [
+        (x, size, y, size)
+        for size, count in _CROP_SIZES
+        for y in torch.linspace(size - 1, 1 - size, count).tolist()
+        for x in torch.linspace(size - 1, 1 - size, count).tolist()
+    ]
+)

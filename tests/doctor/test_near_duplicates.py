@@ -1,0 +1,116 @@
+"""Near-duplicates are found, and similar images are not taken for them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageFilter
+from sklearn.datasets import load_digits
+
+from finetune.doctor.near_duplicates import find_near_duplicates
+from finetune.errors import DataError
+
+
+def draw_photo(number: int, size: int = 64) -> Image.Image:
+    """Return noise with structure at three scales, as photos have."""
+    rng, layers = np.random.default_rng(number), np.zeros((size, size, 3))
+    for cells in (3, 8, 24):
+        noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        layers += np.asarray(noise.resize((size, size), Image.Resampling.BICUBIC), float)
+    return Image.fromarray((layers / 3).astype(np.uint8))
+
+
+def encode_jpeg(image: Image.Image) -> Image.Image:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=50)
+    return Image.open(stream)
+
+
+def crop(left: int, top: int, size: int) -> Callable[[Image.Image], Image.Image]:
+    return lambda image: image.crop((left, top, left + size, top + size)).resize((64, 64))
+
+
+def mirror(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+COPIES: list[Callable[[Image.Image], Image.Image]] = [
+    lambda image: image,
+    crop(13, 0, 51),  # 80 %, a corner
+    crop(3, 7, 54),
+    lambda image: crop(0, 9, 51)(mirror(image)),
+    encode_jpeg,
+    lambda image: ImageEnhance.Brightness(image).enhance(0.6),
+    lambda image: image.filter(ImageFilter.GaussianBlur(1)),
+    lambda image: image.resize((38, 30)),
+    lambda image: image.convert("L"),
+]
+
+
+def random_features(num_images: int, copies: dict[int, int]) -> np.ndarray:
+    """Return features (N, 8) that are similar for each copy and its original."""
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((num_images, 8)).astype(np.float32)
+    for index, original in copies.items():
+        features[index] = features[original] + rng.normal(0, 0.1, 8)
+    return features
+
+
+def find(images: list[Image.Image], features: list[np.ndarray]) -> list[list[int]]:
+    return find_near_duplicates(features, lambda i: np.asarray(images[i].convert("RGB")))
+
+
+def test_each_kind_of_copy_is_found() -> None:
+    photos = [draw_photo(number) for number in range(60)]
+    images = photos + [copy(photo) for copy, photo in zip(COPIES, photos, strict=False)]
+    expected = [[number, 60 + number] for number in range(len(COPIES))]
+    # the neighbors of either network are candidates
+    features = [
+        random_features(len(images), {copy: original for original, copy in pairs})
+        for pairs in (expected[:5], expected[5:])
+    ]
+    groups = find(images, features)
+    assert sorted(groups) == expected
+    assert groups[0] == [0, 60]  # the exact copy is the surest
+
+
+def test_copies_of_copies_are_one_group() -> None:
+    images = [draw_photo(number) for number in range(8)]
+    images += [encode_jpeg(images[2]), mirror(images[2])]
+    assert find(images, [random_features(10, {8: 2, 9: 2})]) == [[2, 8, 9]]
+
+
+def test_similar_features_are_not_enough() -> None:
+    images = [draw_photo(number) for number in range(6)]
+    images += [Image.new("RGB", (9, 9), color) for color in ("white", "white", "black")]
+    assert find(images, [random_features(9, {1: 0, 3: 2, 7: 6, 8: 6})]) == []
+
+
+def test_digits_look_alike_but_are_no_duplicates() -> None:
+    pixels = (load_digits().images[:600] * 15).astype(np.uint8)
+    images = [Image.fromarray(image) for image in pixels]
+    features = pixels.reshape(len(pixels), -1).astype(np.float32)
+    found = find(images, [features])
+    assert sum(map(len, found)) <= 0.01 * len(images)
+
+
+def test_unreadable_and_too_few_images() -> None:
+    photo = np.asarray(draw_photo(0))
+
+    def decode(index: int) -> np.ndarray:
+        if index == 1:
+            raise DataError("1.png: cannot be decoded; replace it")
+        return photo
+
+    assert find_near_duplicates([random_features(4, {1: 0, 2: 0})], decode) == [[0, 2, 3]]
+    assert find_near_duplicates([random_features(1, {})], decode) == []
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_constant_features(width: int) -> None:
+    photo = np.asarray(draw_photo(0))
+    features = [np.ones((3, width), np.float32)]
+    assert find_near_duplicates(features, lambda index: photo) == [[0, 1, 2]]

@@ -362,7 +362,12 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
 @click.option(
     "--knn", metavar="K", type=click.IntRange(min=1), help="Also fit k-NN with K neighbors."
 )
-@click.option("--out", metavar="DIR", help="Write probe.json.")
+@click.option(
+    "--learning-curve",
+    is_flag=True,
+    help="Also measure accuracy against the number of training images: would more images help?",
+)
+@click.option("--out", metavar="DIR", help="Write probe.json, and the learning curve as SVG.")
 def probe(model: str, shots: str, **options: Any) -> CommandResult:
     """Measure frozen features: few-shot and linear accuracy.
 

@@ -28,6 +28,7 @@ from finetune.evaluation.feature_extraction import (
     load_or_compute_features,
     subset_indices,
 )
+from finetune.evaluation.learning_curve import format_gain, measure_learning_curve
 from finetune.evaluation.linear_probe import (
     BIAS_FEATURE,
     L2_WEIGHT,
@@ -72,6 +73,7 @@ def probe_model(
     logreg: bool = False,
     folds: int | None = None,
     knn: int | None = None,
+    learning_curve: bool = False,
     out: str | Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate simple classifiers on a network's frozen features.
@@ -97,12 +99,14 @@ def probe_model(
         folds: number of folds of a cross-validation of logistic regression on train, which keeps
             the groups of data.group together; None for no cross-validation.
         knn: number of neighbors of a kNN classifier to evaluate as well; None for no kNN.
-        out: a folder for probe.json.
+        learning_curve: True to also measure accuracy against the number of training images.
+        out: a folder for probe.json and learning_curve.svg.
     Returns: a dict with keys "model", "data", "split", "decisions" (see `split_decisions`, only if
         they have changed the split), "protocol", "shots" {n: {"accuracy", "std", "seeds"}},
-        "linear", "linear_sgd", "logreg", "folds", "knn", "features", "machine". "std" is the sample
-        standard deviation over seeds, None for one seed; "linear" to "knn" are None unless
-        requested. On ranks other than 0, "shots" is empty.
+        "linear", "linear_sgd", "logreg", "folds", "knn", "learning_curve" (the result of
+        `measure_learning_curve`), "features", "machine". "std" is the sample standard deviation
+        over seeds, None for one seed; "linear" to "learning_curve" are None unless requested. On
+        ranks other than 0, "shots" is empty.
     Raises: RecipeError for wrong arguments; DataError for unsuitable data; SetupError if `out`
         cannot be written.
     """
@@ -113,7 +117,7 @@ def probe_model(
     task = _open_task(model, data, split)
     _check_image_counts(task.source, task.source.splits["train"].labels, shots, knn, folds)
     include_val = linear or linear_sgd or logreg
-    if not include_val and knn is None and folds is None:
+    if not include_val and knn is None and folds is None and not learning_curve:
         task = _limit_to_shots(task, max(shots), seeds)
     accelerator = create_accelerator(RunSection(precision="fp32", threads=task.threads))
     identity, features, columns = _extract_features(
@@ -137,6 +141,7 @@ def probe_model(
         logreg=logreg,
         folds=folds,
         knn=knn,
+        learning_curve=learning_curve,
     )
     if linear_sgd:
         metrics["linear_sgd"] = _fit_linear_sgd(task, features, columns, accelerator.device)
@@ -146,6 +151,13 @@ def probe_model(
     if out_folder is not None:
         json_text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         write_atomically(out_folder / "probe.json", json_text)
+        if curve := result["learning_curve"]:
+            from finetune.report.figure_style import to_svg
+            from finetune.report.plots import plot_learning_curve  # imports matplotlib
+            from finetune.report.run_data import SPLIT_NAMES
+
+            svg = to_svg(plot_learning_curve(curve, split=SPLIT_NAMES[task.split]))
+            write_atomically(out_folder / "learning_curve.svg", svg)
     return result
 
 
@@ -186,6 +198,11 @@ def format_probe(result: Mapping[str, Any]) -> str:
             f"{knn['k']} nearest neighbors: {knn['weighted']:.4f} weighted with temperature "
             f"{knn['temperature']:g}, {knn['plain']:.4f} unweighted"
         )
+    if curve := result.get("learning_curve"):
+        lines += ["", "training images  accuracy"]
+        for size, accuracies in zip(curve["sizes"], curve["accuracies"], strict=True):
+            lines.append(f"{size:15,}    {sum(accuracies) / len(accuracies):.4f}")
+        lines.append(format_gain(curve))
     times = (
         f"{name} {'from the cache' if info['cached'] else 'computed'} in {info['seconds']:.1f} s"
         for name, info in features.items()
@@ -370,6 +387,7 @@ def _compute_metrics(
     logreg: bool,
     folds: int | None,
     knn: int | None,
+    learning_curve: bool,
 ) -> dict[str, Any]:
     """Compute all metrics on pre-logits: few-shot, logistic regression and kNN."""
     source, pre_logits_columns = task.source, columns["pre-logits"]
@@ -426,6 +444,9 @@ def _compute_metrics(
         else None,
         "folds": cross_validate(*train, folds=folds, groups_N=groups_N) if folds else None,
         "knn": knn_result,
+        "learning_curve": measure_learning_curve(train, test, num_classes=num_classes)
+        if learning_curve
+        else None,
         "features": {
             name: {
                 "images": len(split_features.labels_N),

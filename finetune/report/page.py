@@ -12,6 +12,7 @@ from finetune.data.source import Split
 from finetune.errors import RecipeError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
+from finetune.evaluation.learning_curve import format_gain
 from finetune.files import make_writable_folder, write_atomically
 from finetune.formatting import TOO_FEW_IMAGES_NOTE
 from finetune.report import plots
@@ -161,6 +162,7 @@ def _write_run_page(
         "beside": is_diagram_beside,
         "too_few": TOO_FEW_IMAGES_NOTE,
         **rendered,
+        **_learning_curve_section(run, split_name),
         "pairs": confused_pair_rows(run, split_name),
         "classes": classes,
         "class_heads": class_columns(run),
@@ -185,10 +187,12 @@ def _write_run_page(
     }
     has_calibration = content["finished"] and not run.is_multilabel
     anchors = {"confusion": bool(rendered["matrix"]), "calibration": has_calibration}
-    anchors |= {"classes": bool(classes), "mistakes": content["finished"]}
+    anchors |= {"more-images": content["learning_curve"], "classes": bool(classes)}
+    anchors |= {"mistakes": content["finished"]}
     anchors |= {"images": training_rows or training_note, "claims": content["claims"]}
     all_anchors = ("curves", *anchors, "speed", "data", "provenance", "recipe")
     labels = {"mistakes": "Worst mistakes", "images": "Training images"}
+    labels["more-images"] = "More images"
     contents = [
         (key, labels.get(key, key.capitalize())) for key in all_anchors if anchors.get(key, True)
     ]
@@ -264,6 +268,14 @@ def _calibration_section(run: Run, split: str) -> dict[str, Any]:
         "ece": "",
         "calibration_note": f"{note}. The bars of a calibrated model end at the diagonal.",
     }
+
+
+def _learning_curve_section(run: Run, split: str) -> dict[str, str]:
+    """Plot the learning curve. Returns: a dict with keys "learning_curve" (SVG) and "gain"."""
+    if not (curve := run.results.get("learning_curve")):
+        return {"learning_curve": "", "gain": ""}
+    figure = plots.plot_learning_curve(curve, split=SPLIT_NAMES[split])
+    return {"learning_curve": to_svg(figure), "gain": format_gain(curve)}
 
 
 def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:

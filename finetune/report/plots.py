@@ -33,6 +33,7 @@ __all__ = [
     "curve_keys",
     "plot_confusion_matrix",
     "plot_curves",
+    "plot_learning_curve",
     "plot_reliability_diagram",
     "plot_run_comparison",
 ]
@@ -281,6 +282,43 @@ def _draw_heatmap(axes: Axes, counts_KK: np.ndarray, shares_KK: np.ndarray) -> N
     axes.imshow(rgba, extent=(-0.5, edge, edge, -0.5), interpolation="nearest", aspect="equal")
     axes.set_xlim(-0.5, num_classes - 0.5)
     axes.set_ylim(num_classes - 0.5, -0.5)
+
+
+def plot_learning_curve(curve: Mapping[str, Any], *, split: str) -> Figure:
+    """Plot accuracy against the number of training images, up to twice as many as there are.
+
+    Args:
+        curve: the result of `measure_learning_curve`.
+        split: name of the evaluated split, for the axis label.
+    """
+    sizes = curve["sizes"]
+    num_draws = len(curve["accuracies"][0])
+    with matplotlib_style():
+        figure, (axes,) = create_panels(1, 1)
+        axes.plot(
+            np.repeat(sizes, num_draws),
+            np.ravel(curve["accuracies"]),
+            color=COLORS["val"],
+            linestyle="",
+            marker="o",
+            markersize=4.5,
+            label="measured",
+        )
+        axes.plot(sizes, curve["fitted"][:-1], color=COLORS["train"], label="fitted")
+        ends = [sizes[-1], curve["gain"]["images"]]
+        axes.plot(
+            ends, curve["fitted"][-2:], color=COLORS["train"], linestyle="--", label="extrapolated"
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([*sizes, curve["gain"]["images"]])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(_PERCENT_FORMATTER)
+        axes.set(xlabel="training images", title=f"Accuracy on {split}")
+        axes.grid(axis="y")
+        add_legend(axes)
+        figure.set_label("Accuracy over the number of training images, with a fitted curve")
+    return figure
 
 
 def plot_reliability_diagram(

@@ -125,6 +125,7 @@ class Results(TypedDict, total=False):
     steps: _Count
     best_step: _Count
     model_sha256: str  # sha256 of the weights in model/ that were evaluated
+    learning_curve: dict[str, Any]  # see `measure_learning_curve`; only of a run on features
     claims: list[dict[str, Any]]
     warnings: list[str]
     command_seconds: _Number  # from the start of the command until the report is written

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from finetune.data.decisions import split_decisions
-from finetune.data.feature_loader import AnyLoader
+from finetune.data.feature_loader import AnyLoader, FeatureLoader
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import check_claims
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator
+from finetune.evaluation.learning_curve import measure_learning_curve
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import write_atomically
 from finetune.log import logger
@@ -40,6 +41,7 @@ __all__ = [
     "recheck_claims",
 ]
 
+_MAX_CURVE_OPERATIONS = 1e11  # of the largest fit of a learning curve: a few seconds
 MAX_KEPT_LOGITS = 1 << 26  # validation logits kept in memory during training: 256 MiB
 
 
@@ -105,9 +107,9 @@ def finalize_run(
         _write_model_folder(trainer, results, weights)
 
     # Evaluate the test split, once.
-    test = splits.get("test")
+    test, reported_loader = splits.get("test"), val_loader
     if test is not None:
-        test_loader = trainer.build_loader(test, train=False)
+        reported_loader = test_loader = trainer.build_loader(test, train=False)
         evaluator = Evaluator(
             test_loader,
             accelerator,
@@ -121,6 +123,8 @@ def finalize_run(
 
     # Write the results, the card and the report.
     if trainer.is_main_process:
+        if curve := _learning_curve(train_loader, reported_loader):
+            results["learning_curve"] = curve
         history = run.read_metrics()
         train_lines = [line for line in history if line["split"] == "train"]
         results["train"] = train_lines[-1] if train_lines else {}
@@ -138,6 +142,22 @@ def finalize_run(
     # Fail last: the weights and results of a diverged run are kept.
     run_on_main(accelerator, lambda: raise_if_diverged(run, setup, results))
     return results
+
+
+def _learning_curve(train_loader: AnyLoader, loader: AnyLoader | None) -> dict[str, Any] | None:
+    """Measure a learning curve if that takes a few seconds: only of a run on cached features."""
+    if not (isinstance(train_loader, FeatureLoader) and isinstance(loader, FeatureLoader)):
+        return None
+    if train_loader.labels.ndim == 2:
+        return None
+    train, test = (
+        (each.get_features(np.arange(len(each.labels))).cpu().numpy(), each.labels.cpu().numpy())
+        for each in (train_loader, loader)
+    )
+    num_images, width = train[0].shape
+    if num_images * width**2 > _MAX_CURVE_OPERATIONS:
+        return None
+    return measure_learning_curve(train, test, num_classes=train_loader.num_classes)
 
 
 def can_reuse_last_eval(trainer: TrainerState, val_loader: AnyLoader) -> bool:

@@ -120,6 +120,7 @@ def test_later_runs_evaluate_and_probe_reuse_cached_features(
 ) -> None:
     first = train(make_recipe(), tmp_path / "first")
     assert "which were computed in" in capsys.readouterr().err
+    assert first["learning_curve"]["sizes"][-1] == 290
     cached_files = sorted(path.name for path in cache.iterdir())
     assert len(cached_files) == 3
     forward_batch_sizes.clear()

@@ -21,7 +21,7 @@ PAGES = [
     *(
         REPOSITORY / "docs" / f"{name}.md"
         for name in (
-            *("README", "photos", "data-sources", "recipes", "methods", "distributed"),
+            *("README", "photos", "doctor", "data-sources", "recipes", "methods", "distributed"),
             *("predict", "hub", "reproducibility", "performance"),
         )
     ),

@@ -122,10 +122,12 @@ def render_review(
         if embedded:
             shown = embedded["findings"][kind]
             keys = [_keys_of(finding) for finding in shown]
-            if num_left := len(findings.keys[kind]) - len(keys):
+            total = len(findings.keys[kind])
+            if len(keys) < total:
+                command = ["finetune", "data", "doctor", source, "--out", str(folder), "--review"]
                 left_out = (
-                    f"The {len(keys)} surest are on this page; all {num_left + len(keys):,} with: "
-                    f"finetune data doctor {shlex.quote(source)} --review"
+                    f"{len(keys)} of {total:,} are on this page, the surest that are not too "
+                    f"large; all are in: {shlex.join(command)}"
                 )
         kinds.append(
             {

@@ -255,7 +255,7 @@ function title(found) {
   }
   if (found.images.length > 1) {
     const splits = [...new Set(found.images.map((image) => splitOf(image.key)))];
-    return [`${found.images.length} ${kind.name === "groups" ? "images of one group" : "copies"} in ${splits.join(" and ")}`];
+    return [`${found.images.length} ${kind.name === "groups" ? "images" : "copies"} in ${splits.join(" and ")}`];
   }
   const given = bdi(found.images[0].given);
   if (found.suggested === undefined) return [REASONS[found.reason] ?? found.reason];
@@ -275,7 +275,7 @@ function renderFinding() {
   if (found.score !== undefined) hints.push(`score ${found.score.toFixed(2)}`);
   if (found.classes && found.classes.length > 1) hints.push(found.classes.map((each, index) => `${each}: ${count(found.sizes[index], "image")}`).join(", "));
   if (found.images.length === 1 && found.suggested === undefined) hints.push(`labeled ${found.images[0].given}`);
-  if (new Set(found.images.map((image) => image.given)).size > 1) hints.push("their labels differ");
+  if (kind.name !== "groups" && new Set(found.images.map((image) => image.given)).size > 1) hints.push("their labels differ");
   const total = kind.keys.length;
   const step = (by, label, text) => element("button", { type: "button", "aria-label": label, click: () => goTo(current + by), disabled: current + by < 0 || current + by >= total }, text);
   const about = element("div", { class: "about" },
@@ -300,7 +300,7 @@ function renderFinding() {
     element("h3", {}, found.classes ? "" : "Most similar, labeled ", element("b", {}, bdi(label))),
     element("div", { class: "thumbs" }, ...keys.map((key) => picture(key, "small", label)))));
   main.replaceChildren(about, element("div", { class: "actions", role: "group", "aria-label": "Decision" }, ...buttons),
-    ...(found.classes ? [] : [element("div", { class: isGroup ? "pictures" : "pictures single" }, ...cards)]),
+    ...(found.classes ? [] : [element("div", { class: isGroup ? `pictures ${cards.length > 4 ? "many" : ""}` : "pictures single" }, ...cards)]),
     element("div", { class: "examples" }, ...(found.classes ? [mark(kind.keys[current][0])].filter(Boolean) : []), ...examples));
 }
 

@@ -139,7 +139,14 @@ def test_probe(monkeypatch: Patch, capsys: Captured) -> None:
     replace_module(monkeypatch, "finetune.commands.probe", probe_model=probe, **doubles)
     assert main(["probe", "runs/x", "--data", "folder:photos", "--linear", "--knn", "20"]) == 0
     options = {"data": "folder:photos", "split": None, "shots": [1, 5], "seeds": 3, "linear": True}
-    options |= {"linear_sgd": False, "logreg": False, "folds": None, "knn": 20, "out": None}
+    options |= {
+        "linear_sgd": False,
+        "logreg": False,
+        "folds": None,
+        "learning_curve": False,
+        "knn": 20,
+        "out": None,
+    }
     assert probe.calls == [(("runs/x",), options)]
     assert capsys.readouterr().out == "a table\n"
 

@@ -1,12 +1,13 @@
 """Near-duplicates: copies of a photo that were cropped, re-encoded, resized, mirrored or recolored.
 
-Neighbors in feature space are candidates. Each candidate is confirmed on small gray images: the
-best of 62 crops of one image starts a registration of position and size on the other; then both
-must correlate, also in their fine detail, in which similar scenes differ. Where all images look
-alike, as digits do, the limit is the correlation that no two random images are expected to reach.
+Neighbors in feature space, and among small gray images, are candidates. Each candidate is confirmed
+on gray images: the best of 62 crops of one image starts a registration of position and size on the
+other; then both must correlate, also in their fine detail, in which similar scenes differ. Where
+all images look alike, as digits do, the limit rises to what random images are not expected to
+reach.
 """
 
-# N images, P pairs, D width, C crops, S side of a thumbnail, T side of a coarse thumbnail
+# N images, P pairs, D width, k neighbors, S side of a thumbnail, T side of a coarse one
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from finetune.errors import DataError
 from finetune.host_resources import num_cores
 from finetune.progress import item_bar
 
-__all__ = ["find_near_duplicates"]
+__all__ = ["center_features", "find_near_duplicates", "nearest_images"]
 
-NUM_NEIGHBORS = 5
+NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
 MAX_WIDTH = 192  # principal components of the features, for speed
 MIN_COARSE_CORRELATION = 0.82
 MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.8  # measured: docs/doctor.md
@@ -56,8 +57,10 @@ def find_near_duplicates(
         confirmed as a copy of at least one other of its group.
     """
     num_images = len(features[0])
-    pairs_P2 = torch.unique(torch.cat([_nearest_pairs(values) for values in features]), dim=0)
     thumbnails_NSS = _make_thumbnails(decode, num_images)
+    candidates = [_nearest_pairs(values_ND, NUM_NEIGHBORS) for values_ND in features]
+    candidates.append(_nearest_pairs(_shrink(thumbnails_NSS).numpy(), NUM_PIXEL_NEIGHBORS))
+    pairs_P2 = torch.unique(torch.cat(candidates), dim=0)
     with item_bar(2 * len(pairs_P2), label="comparisons", unit="pair") as bar:
         correlation_P, detail_P = _compare(
             thumbnails_NSS, pairs_P2, MIN_COARSE_CORRELATION, bar.update
@@ -79,30 +82,44 @@ def find_near_duplicates(
     return list(groups.values())
 
 
-def _nearest_pairs(values_ND: NDArray[np.float32]) -> Tensor:
-    """Return the pairs (P, 2) of each image and its nearest images in centered cosine similarity.
+def center_features(features_ND: NDArray[np.float32]) -> Tensor:
+    """Return features without their mean, reduced to at most `MAX_WIDTH` principal components."""
+    values_ND = torch.from_numpy(np.require(features_ND, requirements=["C", "W"]))
+    num_images, width = values_ND.shape
+    mean = values_ND.mean(0)
+    if width <= MAX_WIDTH:
+        return values_ND - mean
+    covariance = values_ND.T @ values_ND / num_images - mean[:, None] * mean
+    components = torch.linalg.eigh(covariance).eigenvectors[:, -MAX_WIDTH:]
+    return values_ND @ components - mean @ components
 
-    The first index of a pair is the smaller one.
+
+def nearest_images(values_ND: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:
+    """Find the nearest images in Euclidean distance.
+
+    Returns: squared distances and indices (N, k), the nearest first; k is at most N - 1.
     """
-    values = torch.from_numpy(np.require(values_ND, requirements=["C", "W"]))
-    num_images, width = values.shape
-    if num_images < 2:
-        return torch.empty(0, 2, dtype=torch.int64)
-    mean = values.mean(0)
-    if width > MAX_WIDTH:
-        covariance = values.T @ values / num_images - mean[:, None] * mean
-        components = torch.linalg.eigh(covariance).eigenvectors[:, -MAX_WIDTH:]
-        values, mean = values @ components, mean @ components
-    values = functional.normalize(values - mean, dim=1)
-    pairs = []
+    num_images, norms_N = len(values_ND), values_ND.square().sum(1)
+    blocks = []
     with item_bar(num_images, label="nearest images") as bar:
-        for rows in torch.arange(num_images).split(512):
-            similarities = values[rows] @ values.T
-            similarities[torch.arange(len(rows)), rows] = -torch.inf
-            nearest = similarities.topk(min(NUM_NEIGHBORS, num_images - 1), dim=1).indices
-            pairs.append(torch.stack([rows[:, None].expand_as(nearest), nearest], 2).flatten(0, 1))
+        for rows in torch.arange(num_images).split(512):  # 120 MB for 60,000 images
+            closeness = torch.addmm(norms_N, values_ND[rows], values_ND.T, beta=-0.5)
+            closeness[torch.arange(len(rows)), rows] = -torch.inf
+            blocks.append(closeness.topk(min(num_neighbors, num_images - 1), dim=1))
             bar.update(len(rows))
-    return torch.cat(pairs).sort(dim=1).values
+    closeness_Nk, indices_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return (norms_N[:, None] - 2 * closeness_Nk).clamp(min=0), indices_Nk
+
+
+def _nearest_pairs(features_ND: NDArray[np.float32], num_neighbors: int) -> Tensor:
+    """Return pairs (P, 2) of each image and its nearest images, the smaller index first.
+
+    These are the nearest in cosine similarity of the centered features.
+    """
+    values_ND = functional.normalize(center_features(features_ND), dim=1)
+    _, nearest = nearest_images(values_ND, num_neighbors)
+    rows = torch.arange(len(nearest))[:, None].expand_as(nearest)
+    return torch.stack([rows, nearest], dim=2).flatten(0, 1).sort(dim=1).values
 
 
 def _make_thumbnails(decode: Callable[[int], NDArray[np.uint8]], num_images: int) -> Tensor:
@@ -123,6 +140,13 @@ def _make_thumbnails(decode: Callable[[int], NDArray[np.uint8]], num_images: int
                 thumbnails[index] = thumbnail
             bar.update()
     return torch.from_numpy(thumbnails)
+
+
+def _shrink(thumbnails_NSS: Tensor) -> Tensor:
+    """Return coarse pixels (N, T * T) without brightness and contrast."""
+    full = _CROP_MATRICES[0][0]
+    shrunk = [(full @ chunk.float() @ full.T).flatten(1) for chunk in thumbnails_NSS.split(1024)]
+    return _standardize(torch.cat(shrunk), 1)
 
 
 def _compare(

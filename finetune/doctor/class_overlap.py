@@ -1,0 +1,74 @@
+"""Classes that overlap, are the same, or have too few images."""
+
+# N images, K classes
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["find_class_problems"]
+
+MIN_IMAGES = 10
+MIN_OVERLAP, MIN_SAME = 0.25, 0.4  # error between two classes; 0.5 is chance
+_Z = 1.645  # one-sided 95 %
+
+
+def find_class_problems(
+    probabilities_NK: NDArray[np.float64], labels: NDArray[np.int64], class_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Find classes that a classifier cannot tell apart, and classes that are too small.
+
+    Two classes overlap if the mean of their error rates, when only these two may be chosen, is at
+    least `MIN_OVERLAP` with 95 % confidence; they are the same from `MIN_SAME` on.
+
+    Args:
+        probabilities_NK: out-of-fold probabilities.
+        labels: class indices (N,), or indicators (N, K), for which only small classes are found.
+    Returns: dictionaries with kind ("same", "overlap" or "too_small"), classes, score from 0 to 1,
+        and images (those confused, or those of the small class); the surest first.
+    """
+    num_classes = len(class_names)
+    is_multilabel = labels.ndim == 2
+    counts_K = labels.sum(0) if is_multilabel else np.bincount(labels, minlength=num_classes)
+    problems = [
+        _problem("too_small", [class_names[k]], 1 - counts_K[k] / MIN_IMAGES, counts_K[k])
+        for k in np.flatnonzero(counts_K < MIN_IMAGES)
+    ]
+    if not is_multilabel:
+        # without the prior, images of a rare class would all go to a frequent one
+        odds_NK = probabilities_NK / np.maximum(counts_K, 1)
+        confused_KK = np.zeros((num_classes, num_classes))
+        for k in np.flatnonzero(counts_K):
+            odds = odds_NK[labels == k]
+            confused_KK[k] = (odds > odds[:, k : k + 1]).sum(0)
+        rates_KK = confused_KK / np.maximum(counts_K, 1)[:, None]
+        errors_KK = (rates_KK + rates_KK.T) / 2
+        for first, second in np.argwhere(np.triu(errors_KK >= MIN_OVERLAP, 1)):
+            if min(counts_K[first], counts_K[second]) < MIN_IMAGES:
+                continue
+            error = errors_KK[first, second]
+            variances = [
+                rates_KK[i, j] * (1 - rates_KK[i, j]) / counts_K[i]
+                for i, j in ((first, second), (second, first))
+            ]
+            lower = error - _Z * math.sqrt(sum(variances)) / 2
+            if lower >= MIN_OVERLAP:
+                kind = "same" if lower >= MIN_SAME else "overlap"
+                classes = [class_names[first], class_names[second]]
+                images = confused_KK[first, second] + confused_KK[second, first]
+                problems.append(_problem(kind, classes, min(1.0, 2 * error), images))
+    return sorted(problems, key=lambda problem: (-problem["score"], problem["classes"]))
+
+
+def _problem(kind: str, classes: list[str], score: float, images: float) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "classes": classes,
+        "score": round(float(score), 4),
+        "images": int(images),
+    }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import time
@@ -32,6 +33,7 @@ from finetune.doctor.label_errors import (
     find_label_errors,
     out_of_fold_probabilities,
 )
+from finetune.doctor.near_duplicates import find_near_duplicates
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
@@ -44,6 +46,8 @@ __all__ = ["diagnose", "format_diagnosis"]
 
 _NUM_NEIGHBORS = 4
 _CHUNK_ERRORS = 256  # label errors whose neighbors are computed at once
+# of near-duplicates, measured with planted ones
+_MIN_PRECISION, _MIN_RECALL = 0.95, 0.94
 _NUM_LISTED = 5  # findings of each kind in the summary
 
 
@@ -94,18 +98,23 @@ def diagnose(
         )
     features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
     copies = images.find_copies()
+    near = [
+        rows[members].tolist()
+        for members in find_near_duplicates(features, lambda index: images.decode(rows[index]))
+    ]
+    same = _merge([*copies, *near], len(images))
     groups = [] if group is None else images.find_groups()
     probabilities_MK = out_of_fold_probabilities(
         features,
         labels,
-        _connect([*copies, *groups], len(images))[rows],
+        _connect([*same, *groups], len(images))[rows],
         num_classes=len(opened.class_names),
     )
     if run_NK is not None:
         probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
     errors = find_label_errors(probabilities_MK, labels)
-    leaks = [each for each in copies if images.spans_splits(each)]
-    duplicates = [each for each in copies if not images.spans_splits(each)]
+    leaks = [each for each in same if images.spans_splits(each)]
+    duplicates = [each for each in same if not images.spans_splits(each)]
     diagnosis = {
         "source": redact_urls(opened.name),
         "classes": opened.class_names,
@@ -126,13 +135,21 @@ def diagnose(
         ],
         "duplicates": images.describe_groups(duplicates),
         "leaks": images.describe_groups(leaks),
-        "outliers": [],
+        "outliers": [
+            {
+                **images.describe(row),
+                "given": images.label_names(images.labels[row]),
+                "reason": "unreadable",
+                "score": 1.0,
+            }
+            for row in np.setdiff1d(np.arange(len(images)), rows)
+        ],
         "class_problems": [],
         "groups": images.describe_groups(filter(images.spans_splits, groups)),
         "expected": {
             "label_errors": _interval(*errors.expected),
-            "duplicates": _interval(len(duplicates)),
-            "leaks": _interval(len(leaks)),
+            "duplicates": _expect_groups(duplicates, copies),
+            "leaks": _expect_groups(leaks, copies),
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -171,6 +188,8 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
         if found := diagnosis[kind]:
             first = ", ".join(f"{each['split']}: {each['path']}" for each in found[0][:3])
             lines.append(f"{name}: {pluralize(len(found), 'group')}, such as {first}")
+    if found := diagnosis["outliers"]:
+        lines.append(f"outliers: {len(found)}, such as {found[0]['path']} ({found[0]['reason']})")
     if found := diagnosis["groups"]:
         lines.append(f"groups (--group) with images of several splits: {len(found)}")
     lines.append(
@@ -195,6 +214,28 @@ def _interval(
     """Return the expected number of findings of a kind; without limits, it is exact."""
     low, high = (count if limit is None else limit for limit in (low, high))
     return {"count": round(count, 1), "low": round(low, 1), "high": round(high, 1)}
+
+
+def _expect_groups(
+    found: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Return the expected number of groups: copies are certain, near-duplicates are not."""
+    is_copied = set(itertools.chain.from_iterable(copies))
+    num_near = sum(is_copied.isdisjoint(group) for group in found)
+    return _interval(
+        len(found),
+        len(found) - (1 - _MIN_PRECISION) * num_near,
+        len(found) + (1 / _MIN_RECALL - 1) * num_near,
+    )
+
+
+def _merge(groups: Sequence[Sequence[int]], num_rows: int) -> list[list[int]]:
+    """Merge groups that overlap; the order is that of their first parts."""
+    number_N = _connect(groups, num_rows)
+    merged: dict[int, set[int]] = {}
+    for group in groups:
+        merged.setdefault(int(number_N[group[0]]), set()).update(group)
+    return [sorted(group) for group in merged.values()]
 
 
 def _connect(groups: Iterable[Sequence[int]], num_rows: int) -> NDArray[np.int64]:
@@ -225,7 +266,7 @@ class _Images:
         return len(self.labels)
 
     def find_copies(self) -> list[list[int]]:
-        """Return groups of images with the same content; none if images are streamed."""
+        """Return groups of images with equal files; none if images are streamed."""
         if any(split.is_streamed for split in self._splits):
             return []
         digests_N = np.concatenate([split.digests for split in self._splits])
@@ -254,6 +295,11 @@ class _Images:
         """Return the split of a row, and the index in it."""
         number = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return self._splits[number], int(row - self._first_rows[number])
+
+    def decode(self, row: int) -> NDArray[np.uint8]:
+        """Decode the image of a row."""
+        split, index = self.locate(row)
+        return split.decode(index)
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return split, index, path and digest of a row."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from recipe_texts import tiny_recipe_text
 
 from finetune.cli.main import main
@@ -55,13 +56,25 @@ def test_copies_and_groups_across_splits(image_folder: Path, tmp_path: Path) -> 
     train, test = image_folder / "train", image_folder / "test"
     shutil.copy(train / "red" / "red-0.png", test / "red" / "copy.png")
     shutil.copy(train / "blue" / "blue-0.png", train / "blue" / "copy.png")
+    with Image.open(train / "green" / "green-5.png") as image:
+        image.convert("RGB").save(test / "green" / "near.jpg", quality=95, subsampling=0)
     (train / "blue" / "broken.png").write_bytes(b"no image")
     diagnosis = diagnose(image_folder, tmp_path / "out", "--group", r"(\w+-1)\.png")
-    (leak,), (pair,) = diagnosis["leaks"], diagnosis["duplicates"]
-    assert {each["path"] for each in leak} == {"train/red/red-0.png", "test/red/copy.png"}
-    assert {each["path"] for each in pair} == {"train/blue/blue-0.png", "train/blue/copy.png"}
+    leaks, duplicates = (
+        [{each["path"] for each in group} for group in diagnosis[kind]]
+        for kind in ("leaks", "duplicates")
+    )
+    assert leaks == [
+        {"train/red/red-0.png", "test/red/copy.png"},
+        {"train/green/green-5.png", "test/green/near.jpg"},
+    ]
+    assert duplicates == [{"train/blue/blue-0.png", "train/blue/copy.png"}]
+    (unreadable,) = diagnosis["outliers"]
+    assert (unreadable["path"], unreadable["reason"]) == ("train/blue/broken.png", "unreadable")
     assert [len(group) for group in diagnosis["groups"]] == [2, 2, 2]
-    assert diagnosis["expected"]["leaks"] == {"count": 1, "low": 1, "high": 1}
+    assert diagnosis["expected"]["duplicates"] == {"count": 1, "low": 1, "high": 1}
+    leaks_expected = diagnosis["expected"]["leaks"]
+    assert leaks_expected["low"] < leaks_expected["count"] == 2 < leaks_expected["high"]
 
 
 def test_neighbors_have_the_given_and_the_suggested_label(

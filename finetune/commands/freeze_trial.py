@@ -56,14 +56,15 @@ def compare_frozen_and_full(
     try:
         *_, head = run_trial(frozen, label="trial 1 of 2: only the classifier")
         accuracy, num_images = float(head.correct_N.mean()), len(head.correct_N)
-        images = pluralize(num_images, "validation image")
-        reason = f"{format_percent(accuracy, 1)} of {images} at {size} right with the classifier"
-        logger.info(f"trial 1 of 2: {reason} trained")
+        images = f"{pluralize(num_images, 'validation image')} at {size}"
+        accuracy_text = f"{format_percent(accuracy, 1)} accuracy"
+        logger.info(f"trial 1 of 2: {accuracy_text} on {images} with the classifier trained alone")
+        reason = f"a trial on {images}: {accuracy_text} with the classifier alone"
         if accuracy + _Z * math.sqrt(accuracy * (1 - accuracy) / num_images) >= 1:
-            return False, f"a trial: {reason} alone, which leaves nothing to gain"
+            return False, f"{reason}, which leaves nothing to gain"
         if not is_affordable and (why := last_layers_suffice(frozen)):
             logger.info(f"trial 2 of 2: skipped, because {why}")
-            return False, f"a trial: {reason} alone, and {why}"
+            return False, f"{reason}, and {why}"
         label = "trial 2 of 2: all weights"
         with contextlib.closing(run_trial(full, label=label, init_from=head.state)) as trial:
             for evaluation in trial:
@@ -73,9 +74,9 @@ def compare_frozen_and_full(
         verdict = "clearly worse" if is_worse else "not better"
         if is_better:
             verdict = "with a lower loss, so longer training will help"
-        accuracy_text = format_percent(evaluation.correct_N.mean(), 1)
-        logger.info(f"trial 2 of 2: {accuracy_text} right with all weights trained, {verdict}")
-        return is_better, f"a trial: {reason} alone, {accuracy_text} with all weights, {verdict}"
+        full_accuracy = format_percent(evaluation.correct_N.mean(), 1)
+        logger.info(f"trial 2 of 2: {full_accuracy} accuracy with all weights trained, {verdict}")
+        return is_better, f"{reason}, {full_accuracy} with all weights, {verdict}"
     except KeyboardInterrupt:
         logger.info("the trial was stopped: only the classifier will be trained")
         return False, "the trial of training all weights was stopped"
@@ -129,5 +130,5 @@ def last_layers_suffice(recipe: Recipe) -> str | None:
     error = math.sqrt(alone * (1 - alone) * len(labels) + 1) / len(labels)
     if together >= alone - _Z * error:
         return None
-    accuracies = f"{format_percent(alone, 1)} right, {format_percent(together, 1)} with them"
+    accuracies = f"{format_percent(alone, 1)} accuracy, {format_percent(together, 1)} with them"
     return f"features of earlier layers do not help ({accuracies})"

@@ -128,8 +128,8 @@ class Score:
             return (
                 f"{self.candidate}: not compared, because it has no features before its classifier"
             )
-        measured = f"{format_percent(self.accuracy, 1)} of {pluralize(self.num_images, 'image')}"
-        return f"{self.candidate}: {measured} right with frozen features"
+        accuracy, images = format_percent(self.accuracy, 1), pluralize(self.num_images, "image")
+        return f"{self.candidate}: {accuracy} accuracy on {images} with frozen features"
 
 
 def list_candidates(device: torch.device) -> list[Candidate]:
@@ -318,7 +318,9 @@ class _Scorer:
             if seconds * num_images > 3 * MAX_SECONDS_PER_SCORE:
                 raise RecipeError(f"{candidate}: is too slow here", code="recipe.unsupported")
             if not has_features:
-                raise RecipeError(f"{candidate}: has no features", code="recipe.unsupported")
+                raise RecipeError(
+                    f"{candidate}: has no features before its classifier", code="recipe.unsupported"
+                )
         self._setup: TrainingSetup | None = setup
         self.score: Score = Score(
             candidate,

@@ -81,7 +81,7 @@ def sample_image_sizes(split: Split, num_images: int) -> tuple[list[tuple[int, i
 
 
 def estimate_common_size(split: Split) -> tuple[int, int] | None:
-    """Return the size (H, W) that all images of a sample have; None if their sizes differ."""
+    """Return the size (H, W) of 16 sampled images if it is the same for all, else None."""
     sizes = set(sample_image_sizes(split, 16)[0])
     return sizes.pop() if len(sizes) == 1 else None
 

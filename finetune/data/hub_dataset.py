@@ -82,7 +82,7 @@ def _load_online(
     if error is None and loaded_commit in (None, commit):
         return dataset_dict, commit
     if error is None:
-        raise TransientHubError(f"the connection was dropped, or the revision moved to {commit}")
+        raise TransientHubError(f"the connection was dropped, or the branch moved to {commit}")
     raise _to_user_error(source, revision, error) from None
 
 

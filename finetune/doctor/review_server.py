@@ -103,7 +103,10 @@ def serve_review(
         process_lifecycle.resume_garbage_collection()
         logger.info(f"the review is at {url} (press Ctrl-C to stop it)")
         if not is_loopback(host):
-            logger.warning(f"--host {host}: anyone who reaches this address can see and decide")
+            logger.warning(
+                f"--host {host}: anyone who can reach this address can see the images, and decide "
+                "about the findings"
+            )
         stop.wait()
         server.should_exit = True
         thread.join(timeout=5)

@@ -40,15 +40,18 @@ def measure_learning_curve(
 ) -> dict[str, Any] | None:
     """Measure test accuracy on up to five training set sizes and extrapolate to twice the images.
 
+    Each size is measured on three random subsets of the training images, the draws. The model
+    accuracy = ceiling - scale * size ** exponent is fitted to the measured accuracies.
+
     Args:
         train: features (N, D) and labels (N,) in [0, K).
         test: features (T, D) and labels (T,).
         num_classes: number of classes, K.
     Returns: None with too few images, else a dict with these keys. "sizes": numbers of training
         images, the last one N. "accuracies": test accuracy of each draw, for each size. "fitted":
-        accuracy on the curve at each size, and at 2 N. "gain" {"images", "value", "low", "high"}:
-        how much the accuracy on the curve grows from N to "images" = 2 N, and its 95 % bootstrap
-        interval over draws, test images and exponents.
+        fitted accuracy at each size, and at 2 N. "gain": a dict with "images", 2 N; "value", the
+        growth of the fitted accuracy from N to 2 N; and "low" and "high", its 95 % interval, from
+        resampled draws and test images and various exponents.
     """
     values_ND, labels_N = train
     num_images, num_test = len(labels_N), len(test[1])

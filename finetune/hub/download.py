@@ -198,7 +198,7 @@ def _download_once(
             code="weights.unreadable",
         ) from None
     if _commit_from_path(path) not in (None, commit):
-        raise TransientHubError("the connection was dropped, or the revision moved")
+        raise TransientHubError("the connection was dropped, or the branch moved meanwhile")
     sha256 = verify_checksum(path, etag)
     if sha256 is None:
         # so that the next try downloads it again; timm and transformers would load it unverified

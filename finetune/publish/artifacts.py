@@ -235,7 +235,10 @@ def _results_by_seed(
 
 
 def _has_all_metrics(test: Mapping[str, Any] | None, task: str) -> bool:
-    """Return True if test metrics are complete enough to average, or if there are none."""
+    """Return True if the test metrics have every metric that the card averages over seeds.
+
+    Also True for a run without test metrics.
+    """
     return not test or all(name in test for name in SPLIT_METRICS[task])
 
 

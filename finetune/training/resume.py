@@ -231,7 +231,7 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
 
 
 def _preprocessing_entry(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the preprocessing as it is read back from run.json, with lists for tuples."""
+    """Return the preprocessing of a setup in its form in run.json: lists instead of tuples."""
     entry = dataclasses.asdict(setup.preprocessing)
     return {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
 

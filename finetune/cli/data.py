@@ -92,7 +92,7 @@ def scan(source: str, *, multilabel: bool) -> CommandResult:
     multiple=True,
     callback=checked_by(check_model_argument),
     help="Pretrained weights to compute features with; repeat to average several. Default: the "
-    "best of those on this machine, as in `finetune start`.",
+    "best one or two on this machine.",
 )
 @click.option("--out", metavar="DIR", default="doctor", show_default=True, help="Output folder.")
 @click.option(

@@ -49,11 +49,13 @@ if TYPE_CHECKING:
 __all__ = ["choose_weights", "compute_features", "held_out_probabilities"]
 
 _EVAL_SPEC = "resize"  # the whole image, without cropping
+# The second best network is used too, if it is nearly as accurate and not much slower.
+_MAX_ACCURACY_DIFFERENCE, _MAX_SLOWDOWN = 0.1, 2.0
 _IMAGES_PER_FILE = 8192  # a killed run loses the features of at most so many images
 
 
 def choose_weights(source: Source, names: Sequence[str], device: torch.device) -> list[Candidate]:
-    """Return the named weights, or the best ones on this machine, each at one image size.
+    """Return the named weights, or the best one or two on this machine, each at one image size.
 
     Raises: DataError if networks cannot be compared because the source has no train split.
     """
@@ -76,8 +78,16 @@ def choose_weights(source: Source, names: Sequence[str], device: torch.device) -
         scores = score_candidates(
             list_candidates(device), lambda each: _scoring_recipe(source, each), sizes=sizes_of
         )
-        logger.info(f"weights: {scores[0]}")
-        return [scores[0].candidate]
+        similar = [
+            score
+            for score in scores[1:]
+            if score.accuracy >= scores[0].accuracy - _MAX_ACCURACY_DIFFERENCE
+            and score.forward_seconds <= _MAX_SLOWDOWN * scores[0].forward_seconds
+        ]
+        chosen = scores[:1] + sorted(similar, key=lambda score: -score.accuracy)[:1]
+        for score in chosen:
+            logger.info(f"weights: {score}")
+        return [score.candidate for score in chosen]
     named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
     return [
         Candidate(each.name, next(iter(sizes_of(each)), each.image_size), each.lr, each.origin)

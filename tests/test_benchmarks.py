@@ -65,3 +65,15 @@ def test_losses(repository: Path, recipe: str) -> None:
     rows = run_script(repository, "losses.py", recipe, *TINY, "run.precision=fp32", "--steps", "40")
     assert [row[0] for row in rows] == ["20", "40"]
     assert [float(row[3]) for row in rows] == [0.0, 0.0]  # both are float32
+
+
+@pytest.mark.faults
+def test_planted_problems(repository: Path, tmp_path: Path) -> None:
+    options = ("--weights", "embedded:vit_nano", "--images", "300", "--leaks", "40")
+    out = tmp_path / "planted"
+    ((_, copies, leaks, wrong, _),) = run_script(
+        repository, "plant_problems.py", "embedded:digits", str(out), *options
+    )
+    assert (copies.split()[-1], leaks.split()[-1], wrong) == ("3", "40", "0")
+    assert int(leaks.split()[0]) >= 8  # the mirror images, at least
+    assert len(list(out.rglob("*.png"))) == 343

@@ -37,7 +37,7 @@ def find_class_problems(
     counts_K = labels.sum(0) if is_multilabel else np.bincount(labels, minlength=num_classes)
     problems = [
         _problem("too_small", [class_names[k]], 1 - counts_K[k] / MIN_IMAGES, counts_K[k])
-        for k in np.flatnonzero(counts_K < MIN_IMAGES)
+        for k in np.flatnonzero(counts_K < MIN_IMAGES).tolist()
     ]
     if not is_multilabel:
         # without the prior, images of a rare class would all go to a frequent one

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
+from finetune.doctor.class_overlap import find_class_problems
 from finetune.doctor.features import choose_weights, compute_features, held_out_probabilities
 from finetune.doctor.label_errors import (
     LabelErrors,
@@ -34,6 +35,7 @@ from finetune.doctor.label_errors import (
     out_of_fold_probabilities,
 )
 from finetune.doctor.near_duplicates import find_near_duplicates
+from finetune.doctor.outliers import find_feature_outliers, find_pixel_problems
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
@@ -113,6 +115,11 @@ def diagnose(
     if run_NK is not None:
         probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
     errors = find_label_errors(probabilities_MK, labels)
+    unusual = find_pixel_problems(images.decode, len(images))
+    outliers = {each.row: each for each in unusual}
+    for each in find_feature_outliers(features, labels):
+        row = int(rows[each.row])
+        outliers.setdefault(row, each._replace(row=row))
     leaks = [each for each in same if images.spans_splits(each)]
     duplicates = [each for each in same if not images.spans_splits(each)]
     diagnosis = {
@@ -137,19 +144,21 @@ def diagnose(
         "leaks": images.describe_groups(leaks),
         "outliers": [
             {
-                **images.describe(row),
-                "given": images.label_names(images.labels[row]),
-                "reason": "unreadable",
-                "score": 1.0,
+                **images.describe(each.row),
+                "given": images.label_names(images.labels[each.row]),
+                "reason": each.reason,
+                "score": round(each.score, 4),
             }
-            for row in np.setdiff1d(np.arange(len(images)), rows)
+            for each in outliers.values()
         ],
-        "class_problems": [],
+        "class_problems": find_class_problems(probabilities_MK, labels, opened.class_names),
         "groups": images.describe_groups(filter(images.spans_splits, groups)),
         "expected": {
             "label_errors": _interval(*errors.expected),
             "duplicates": _expect_groups(duplicates, copies),
             "leaks": _expect_groups(leaks, copies),
+            # unusual pixels are certain; an image far from all others may be a rare, good one
+            "outliers": _interval(len(outliers), len(unusual), len(outliers)),
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -190,6 +199,11 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
             lines.append(f"{name}: {pluralize(len(found), 'group')}, such as {first}")
     if found := diagnosis["outliers"]:
         lines.append(f"outliers: {len(found)}, such as {found[0]['path']} ({found[0]['reason']})")
+    if found := diagnosis["class_problems"]:
+        lines.append(
+            f"classes to check: {len(found)}, such as {' and '.join(found[0]['classes'])} "
+            f"({found[0]['kind']})"
+        )
     if found := diagnosis["groups"]:
         lines.append(f"groups (--group) with images of several splits: {len(found)}")
     lines.append(

@@ -81,9 +81,7 @@ def files_to_push(
     sent = {name.partition("/")[0] for name in files}
     others = sorted({path.name for path in folder.iterdir()} - sent)
     if others:
-        logger.info(
-            f"{folder}: these files are not part of a model and were not pushed: {', '.join(others)}"
-        )
+        logger.info(f"{folder}: not part of a model and therefore not pushed: {', '.join(others)}")
     return files
 
 

@@ -76,8 +76,6 @@ def test_copies_and_groups_across_splits(image_folder: Path, tmp_path: Path) -> 
         ("train/blue/white.png", "blank"),
     }
     assert diagnosis["class_problems"] == []
-        0
-    ].items()
     assert [len(group) for group in diagnosis["groups"]] == [2, 2, 2]
     assert diagnosis["expected"]["duplicates"] == {"count": 1, "low": 1, "high": 1}
     leaks_expected = diagnosis["expected"]["leaks"]

@@ -48,7 +48,7 @@ def find_class_problems(
             confused_KK[k] = (odds > odds[:, k : k + 1]).sum(0)
         rates_KK = confused_KK / np.maximum(counts_K, 1)[:, None]
         errors_KK = (rates_KK + rates_KK.T) / 2
-        for first, second in np.argwhere(np.triu(errors_KK >= MIN_OVERLAP, 1)):
+        for first, second in np.argwhere(np.triu(errors_KK >= MIN_OVERLAP, 1)).tolist():
             if min(counts_K[first], counts_K[second]) < MIN_IMAGES:
                 continue
             error = errors_KK[first, second]

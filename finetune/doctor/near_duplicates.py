@@ -262,9 +262,10 @@ def _warp(images_PSS: Tensor, crop_P4: Tensor) -> tuple[Tensor, Tensor]:
     x, y = (crop_P4[:, i, None] + crop_P4[:, i + 1, None] * _GRID for i in (0, 2))
     grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
     mask = (grid.abs() <= 1).all(dim=3).flatten(1).float()
-    return functional.grid_sample(
+    warped = functional.grid_sample(
         images_PSS[:, None], grid, mode="bilinear", padding_mode="border", align_corners=False
-    )[:, 0], mask
+    )
+    return warped[:, 0], mask
 
 
 def _center(values: Tensor, mask: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[None]:
-    """Log warnings and errors only inside the block; progress bars are shown."""
+    """Inside the block, log only warnings and errors; progress bars are still shown."""
 
     def is_warning(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING

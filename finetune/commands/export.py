@@ -314,7 +314,7 @@ def _build_metadata(
 
 
 def _move_into_place(folder: Path, target: Path) -> None:
-    """Move all files next to `target`; the metadata with the checksums comes last."""
+    """Move all files into the folder of `target`; the metadata with the checksums comes last."""
     metadata_path = target.with_name(f"{target.name}.json")
     metadata_path.unlink(missing_ok=True)
     weights_path = target.with_name(f"{target.name}.data")

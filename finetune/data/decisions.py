@@ -169,7 +169,7 @@ def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
     has_classes = bool(texts["given"] and texts["label"]) and not has_image
     if action == "merge" and not has_classes:
         raise DataError(
-            "merge is about two classes; write them in the columns 'given' and 'label', and leave "
+            "merge joins two classes; write them in the columns 'given' and 'label', and leave "
             "split, index and path empty",
             code="data.wrong_format",
         )

@@ -142,7 +142,10 @@ def _compute_outputs(
     accelerator: Accelerator,
     extract: Any,
 ) -> NDArray[np.float32] | None:
-    """Compute or load a network's outputs for all images, some thousands per file of the cache."""
+    """Load a network's outputs for all images from the cache, or compute them.
+
+    A file of the cache has the outputs of a few thousand images.
+    """
     network = built.model.to(accelerator.device, torch.float32)
     choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
     section, parts = _data_section(source), []

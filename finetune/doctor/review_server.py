@@ -301,7 +301,7 @@ def build_app(
         try:
             changes = json.loads(await request.body())
             if not isinstance(changes, dict):
-                raise ValueError("expected an object of decisions by key")
+                raise ValueError("expected a JSON object that maps keys to decisions")
             await run_in_threadpool(decisions.update, changes)
         except (ValueError, RecursionError) as error:
             raise HTTPException(422, str(error)) from error

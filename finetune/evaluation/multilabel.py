@@ -45,7 +45,7 @@ class MultilabelMetrics:
     Args:
         labels_NK: labels of the whole split, 0 or 1, on any device.
         thresholds: K probabilities; a class is predicted if its probability reaches its threshold.
-            None fits the thresholds with the best F1 on this split.
+            If None, the thresholds with the best F1 on this split are fitted.
     """
 
     def __init__(self, labels_NK: Tensor, thresholds: Sequence[float] | None = None) -> None:

@@ -129,8 +129,8 @@ def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: P
         text = content.decode("utf-8", "replace")
         if holds_secret(text) or (token and token in text):
             raise HubError(
-                f"{name}: contains a token, password, private key or signed URL; remove it, and "
-                "replace it with a new one",
+                f"{name}: contains a token, password, private key or signed URL; remove it, "
+                "revoke it and create a new one",
                 code="hub.holds_secret",
             )
         for folder in sorted(folders - {"/"}, key=len, reverse=True):

@@ -71,8 +71,8 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     if holds_secret(recipe.to_yaml()):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "
-            "would publish; remove it, and replace it with a new token or password (the Hub token "
-            "is read from HF_TOKEN or from the login)",
+            "would publish; remove it from the recipe, revoke it and create a new one (the Hub "
+            "token is read from HF_TOKEN or from the login)",
             code="recipe.holds_secret",
         )
     return recipe

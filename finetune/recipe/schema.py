@@ -402,8 +402,8 @@ class DataSection(Section):
                 yield key, {key, "streaming"}, problem
         if values.get("decisions") is not None:
             problem = (
-                "streaming cannot compare images with those of the decisions; remove streaming, or "
-                "remove the images from the source itself"
+                "decisions cannot be applied to a streamed source; remove streaming, or correct "
+                "the source itself"
             )
             yield "decisions", {"decisions", "streaming"}, problem
         if is_group_pattern(str(values.get("group") or "")):

@@ -311,7 +311,7 @@ def _resize_matrix(
 
 
 def _select_rows(matrix: Tensor, selection: Selection) -> Tensor:
-    """Crop, pad and flip the outputs of matrices (b, output length, input length)."""
+    """Crop, pad and flip by selecting rows of resampling matrices (b, output, input length)."""
     index = selection.indices(matrix.device)
     # gather rows of the sample's own matrix, or of the one that all samples share
     count, length, selected = matrix.shape

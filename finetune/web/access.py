@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 def trusted_hosts(host: str | None) -> list[str]:
     """Return the host names under which a server accepts requests, for TrustedHostMiddleware.
 
-    Another name may be the domain of a foreign page that resolves to this machine (DNS rebinding).
+    Other names are rejected: an attacker's domain may resolve to this machine (DNS rebinding).
 
     Args:
         host: the address that the server listens on. If it is not a loopback address, or None, any

@@ -155,5 +155,5 @@ def read_label_column(
         column_type = shards[0].schema.field(column).type
         return pa.chunked_array([chunk for part in labels for chunk in part.chunks], column_type)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        message = f"column {column!r}: cannot be read ({error}); write the files again"
+        message = f"column {column!r}: cannot be read ({error}); create its files again"
         raise DataError(message, code="data.damaged") from None

@@ -94,6 +94,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for candidate in choose_weights(planted, options.weights, accelerator.device):
         features = compute_features(planted, candidate, accelerator)
+        assert features is not None  # there is one process
         groups = find_near_duplicates([features], lambda row: places[row][0].decode(places[row][1]))
         group_of = {names[row]: number for number, group in enumerate(groups) for row in group}
         found = {copy for copy, name in copies.items() if copy in group_of and name in group_of}

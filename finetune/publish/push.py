@@ -31,6 +31,7 @@ from finetune.publish.push_checks import (
     adapter_folder,
     check_card,
     check_no_secrets,
+    check_results,
     check_weights,
     files_to_push,
     is_run_dir,
@@ -88,6 +89,7 @@ def push(
             )
         files = files_to_push(folder, names)
         check_weights(files)
+        check_results(files)
         check_no_secrets(files, text, Path(run))
         check_card(repository, files)
     except KeyboardInterrupt:

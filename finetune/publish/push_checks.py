@@ -19,12 +19,14 @@ from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.run.directory import RunDir, resume_command
+from finetune.run.integrity import MAX_LARGE_BYTES, load_json
 from finetune.run.record import read_record
 
 __all__ = [
     "adapter_folder",
     "check_card",
     "check_no_secrets",
+    "check_results",
     "check_weights",
     "files_to_push",
     "is_run_dir",
@@ -111,6 +113,27 @@ def check_weights(files: Mapping[str, Path]) -> None:
             ) from None
 
 
+def check_results(files: Mapping[str, Path]) -> None:
+    """Check that results.json, if it has a sha256 of weights, describes the weights to push.
+
+    Raises: WeightsError.
+    """
+    if not {"results.json", "model.safetensors"} <= files.keys():
+        return
+    path = files["results.json"]
+    try:
+        results = load_json(path, max_bytes=MAX_LARGE_BYTES)
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{path}: cannot be read, or is not valid JSON ({error}); restore it from a copy, or "
+            "remove it",
+            code="weights.damaged",
+        ) from None
+    recorded = results.get("model_sha256") if isinstance(results, dict) else None
+    if recorded is not None:
+        _check_same_sha256(path, recorded, file_sha256(files["model.safetensors"]))
+
+
 def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: Path) -> None:
     """Check that the files and the commit message contain no secret and no local path.
 
@@ -164,7 +187,7 @@ def check_card(repository: str, files: Mapping[str, Path]) -> None:
     try:
         text = path.read_text(encoding="utf-8")
         if (match := _SHA256_IN_CARD.search(text)) and "model.safetensors" in files:
-            _check_sha256_in_card(path, match[1], file_sha256(files["model.safetensors"]))
+            _check_same_sha256(path, match[1], file_sha256(files["model.safetensors"]))
         ModelCard(text)
         errors, warnings = call_hub(repository, _validate_card_on_hub, text)
     except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8
@@ -178,11 +201,11 @@ def check_card(repository: str, files: Mapping[str, Path]) -> None:
         logger.info(f"README.md: the hub warns: {warnings}")
 
 
-def _check_sha256_in_card(card: Path, sha256_in_card: str, sha256: str) -> None:
-    if sha256 != sha256_in_card:
+def _check_same_sha256(path: Path, recorded: str, sha256: str) -> None:
+    if sha256 != recorded:
         raise WeightsError(
-            f"{card}: describes weights with sha256 {sha256_in_card}, but model.safetensors has "
-            f"{sha256}; put the card and the weights of the same model into the folder",
+            f"{path}: describes weights with sha256 {recorded}, but model.safetensors has "
+            f"{sha256}; put the files of one model into the folder",
             code="weights.damaged",
         )
 

@@ -292,8 +292,15 @@ class TestRefused:
                 ),
                 WeightsError,
             ),
+            (
+                lambda f: (f / "results.json").write_text(json.dumps({"model_sha256": "0" * 64})),
+                WeightsError,
+            ),
         ],
-        ids=["token", "license", "pickle", "incomplete", "changed", "card of other weights"],
+        ids=[
+            *("token", "license", "pickle", "incomplete", "changed", "card of other weights"),
+            "results of other weights",
+        ],
     )
     def test_invalid_model(
         self,

@@ -97,11 +97,17 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
     """Verify config.json and all files that have a checksum.
 
     Args: same as for `read_checksums`.
-    Raises: WeightsError naming the file that was changed or is missing.
+    Raises: WeightsError naming the file that was changed, is missing, or was added.
     """
     checksums = read_checksums(folder, source=source)
     for name in _CHECKED_FILES:
         if name not in checksums:
+            if checksums and (folder / name).is_file():
+                raise WeightsError(
+                    f"{source}: {name} is not of this model (config.json has no sha256 of it); "
+                    "remove the file, or restore the whole folder from a copy",
+                    code="weights.damaged",
+                )
             continue
         if not (folder / name).is_file():
             raise WeightsError(f"{source}: {name} is missing; {_ADVICE}", code="weights.damaged")

@@ -83,6 +83,13 @@ def test_changed_model_is_refused(change: str, folder: Path, originals: list[Pat
         verify_model_folder(folder, source="a name")
 
 
+def test_adapter_of_another_model_is_refused(folder: Path) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    with refused("weights.damaged", "adapter/adapter_model.safetensors"):
+        verify_model_folder(folder, source="a name")
+
+
 def test_weights_under_another_name_are_refused(folder: Path, originals: list[Path]) -> None:
     """timm would load them, because model.safetensors is missing."""
     (folder / "model.safetensors").unlink()

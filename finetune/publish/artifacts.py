@@ -173,7 +173,7 @@ def _drop_folders(source: str) -> str:
         return source
     if kind == "transformers" and re.fullmatch(r"[^/.~][^/]*/[^/]+", rest):  # owner/name
         return source
-    if kind not in ("folder", "parquet", "csv", "local-dir", "transformers"):
+    if kind not in ("folder", "parquet", "csv", "tar", "local-dir", "transformers"):
         kind, colon, rest = "", "", source  # not a source prefix: the colon is part of a path
         if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
             return source

@@ -128,6 +128,8 @@ def test_rewrite_needs_a_finished_model(runs: Path, tmp_path: Path) -> None:
         ("parquet:~/x/cifar10", "parquet:cifar10"),
         ("csv:/data/secret/labels.csv", "csv:labels.csv"),
         ("folder:/secret/a:b/photos", "folder:photos"),
+        ("tar:/secret/train-{000..009}.tar", "tar:train-{000..009}.tar"),
+        ("tar:https://example.org/a/train.tar?***", "tar:train.tar"),
         ("folder:/secret/photos:v2", "folder:photos:v2"),
         ("folder:..", "folder:data"),
         ("folder:~alice", "folder:data"),

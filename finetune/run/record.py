@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.errors import CheckpointError, Interrupted, SetupError
+from finetune.errors import CheckpointError, FinetuneError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count, pluralize
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
@@ -150,11 +150,11 @@ def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None
 
 @contextlib.contextmanager
 def record_status(run: RunDir, *, is_main_process: bool) -> Iterator[None]:
-    """Write `status` to run.json when the block ends: done, stopped or failed."""
+    """Write `status` and `error_code` to run.json when the block ends: done, stopped or failed."""
 
-    def write(status: str) -> None:
+    def write(status: str, error_code: str | None = None) -> None:
         if is_main_process and (record := read_record(run)):
-            write_record(run, {**record, "status": status})
+            write_record(run, {**record, "status": status, "error_code": error_code})
 
     try:
         yield
@@ -163,6 +163,6 @@ def record_status(run: RunDir, *, is_main_process: bool) -> Iterator[None]:
         kind = "stopped" if isinstance(error, Interrupted) else "failed"
         # A full disk or a damaged record must not hide the error that ended the run.
         with contextlib.suppress(SetupError, CheckpointError):
-            write(f"{kind} ({code})")
+            write(f"{kind} ({code})", error.code if isinstance(error, FinetuneError) else None)
         raise
     write("done")

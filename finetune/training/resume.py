@@ -167,8 +167,12 @@ def _check_same_run(
         for name in recorded.keys() | fingerprints.keys()
         if recorded.get(name) != fingerprints.get(name)
     }
-    # A run that failed after writing model/ failed at a test image, which the user may have fixed.
-    if changed_splits == {"test"} and run.has_model() and record.get("status") == _DATA_FAILED:
+    # A run that failed after writing model/ failed at a test image. The user may have repaired it
+    # if it was unreadable, but was told to restore it if it had changed.
+    may_be_repaired = record.get("status") == _DATA_FAILED and (
+        record.get("error_code") != "data.changed"
+    )
+    if changed_splits == {"test"} and may_be_repaired and run.has_model():
         logger.warning(
             f"{setup.recipe.data.source}: the test split has changed since the run started; it is "
             "evaluated as it is now"

@@ -144,7 +144,10 @@ def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
         (run.model_folder / name).write_text("{}")
     with refused("data.changed", "test"):
         start(run, make_setup(*overrides), resume=True)
-    write_record(run, {**read_record(run), "status": "failed (3)"})
+    write_record(run, {**read_record(run), "status": "failed (3)", "error_code": "data.changed"})
+    with refused("data.changed", "test"):
+        start(run, make_setup(*overrides), resume=True)
+    write_record(run, {**read_record(run), "error_code": "data.unreadable"})
     assert start(run, make_setup(*overrides), resume=True) == 2
     assert read_record(run)["split_fingerprints"] == make_setup(*overrides).fingerprints()
 

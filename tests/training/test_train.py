@@ -162,7 +162,8 @@ def test_run_that_failed_before_its_first_step_can_be_restarted(
     recipe = tiny_recipe(f"data.source=folder:{image_folder}", "data.batch_size=6", "optim.steps=3")
     with refused("data.unreadable", "red-0.png"):
         train(recipe, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed (3)"
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["error_code"]) == ("failed (3)", "data.unreadable")
     broken.write_bytes(original)
     train(recipe, tmp_path / "run")
 

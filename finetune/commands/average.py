@@ -349,13 +349,14 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
             "data.val_fraction",
             code="data.no_split",
         )
-    recorded = first.record.get("split_fingerprints", {}).get("val")
-    if setup.source.splits["val"].fingerprint != recorded:
-        raise DataError(
-            f"{first.recipe.data.source}: the validation images have changed since the run "
-            f"{first.run.path}; restore them",
-            code="data.changed",
-        )
+    recorded = first.record.get("split_fingerprints", {})
+    for name in setup.source.splits.keys() & {"val", "test"}:  # the average is evaluated on them
+        if setup.source.splits[name].fingerprint != recorded.get(name):
+            raise DataError(
+                f"{first.recipe.data.source}: images or labels of '{name}' have changed since the "
+                f"run {first.run.path}; restore them",
+                code="data.changed",
+            )
     check_same_weights(first.run, setup, first.record)
 
 

@@ -221,6 +221,16 @@ def test_invalid_arguments_and_damaged_runs_are_refused(runs: Path, tmp_path: Pa
     assert not Path(out).exists()
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_changed_images_are_refused(runs: Path, tmp_path: Path, split: str) -> None:
+    path = shutil.copytree(runs / "a", tmp_path / "a") / "run.json"
+    record = json.loads(path.read_text())
+    record["split_fingerprints"][split] = "0" * 64
+    path.write_text(json.dumps(record))
+    with refused("data.changed", f"'{split}'"):
+        average_runs([str(path.parent)], alphas=[0.5], out=str(tmp_path / "out"))
+
+
 def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
     base, out = runs / "first" / "model", str(tmp_path / "out")
     a = str(runs / "a")

@@ -86,16 +86,15 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     """Return whether training all weights is clearly worse, and whether it is better.
 
     It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if its
-    loss is lower by more than a standard error, and its accuracy not lower by one: the run will
-    train longer, and gain more.
+    loss is lower and its accuracy not lower by a standard error: the run will train longer, and
+    gain more.
     """
     gain_N = full.correct_N - head.correct_N
     # one image more, so that a single one never decides
     accuracy_gain, accuracy_error = gain_N.sum(), math.sqrt((gain_N**2).sum() + 1)
-    loss_gain_N = head.loss_N - full.loss_N
-    loss_error = loss_gain_N.std() / math.sqrt(len(loss_gain_N))
     is_worse = accuracy_gain + _Z * accuracy_error < 0
-    return is_worse, accuracy_gain > -accuracy_error and loss_gain_N.mean() > loss_error
+    is_better = accuracy_gain > -accuracy_error and full.loss_N.mean() < head.loss_N.mean()
+    return is_worse, is_better
 
 
 def last_layers_suffice(recipe: Recipe) -> str | None:

@@ -35,7 +35,7 @@ from finetune.doctor.label_errors import (
     out_of_fold_probabilities,
 )
 from finetune.doctor.near_duplicates import find_near_duplicates
-from finetune.doctor.outliers import find_feature_outliers, find_pixel_problems
+from finetune.doctor.outliers import Outlier, find_feature_outliers, find_pixel_problems
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
@@ -119,7 +119,7 @@ def diagnose(
     outliers = {each.row: each for each in unusual}
     for each in find_feature_outliers(features, labels):
         row = int(rows[each.row])
-        outliers.setdefault(row, each._replace(row=row))
+        outliers.setdefault(row, Outlier(row, each.reason, each.score))
     leaks = [each for each in same if images.spans_splits(each)]
     duplicates = [each for each in same if not images.spans_splits(each)]
     diagnosis = {

@@ -42,8 +42,10 @@ from finetune.inference import Classifier
 from finetune.publish.artifacts import PUBLISHED_FILES, rewrite_artifacts
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.report.page import write_comparison, write_report_pages
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record, write_record
 from finetune.training.train import train
 
 RunCli = Callable[[str], tuple[int, str, str]]
@@ -407,7 +409,9 @@ class TestCard:
 
     def test_card_averages_seeds_and_the_folder_is_complete(self, workspace: Path) -> None:
         shutil.copytree(workspace / "run", workspace / "other")
-        (workspace / "other" / "recipe.yaml").write_text(make_recipe("run.seed=1").to_yaml())
+        other, recipe = RunDir(workspace / "other"), make_recipe("run.seed=1")
+        (other.path / "recipe.yaml").write_text(recipe.to_yaml())
+        write_record(other, {**read_record(other), "training_keys": training_keys(recipe)})
         rewrite_artifacts(RunDir(workspace / "run"))
         files = {path.name for path in (workspace / "run" / "model").iterdir()}
         assert files == {*PUBLISHED_FILES} - {"confusion.png", "reliability.png"}

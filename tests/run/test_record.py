@@ -56,16 +56,16 @@ def test_damaged_record_is_refused_and_left_unchanged(text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "error, status",
+    "error, status, code",
     [
-        (None, "done"),
-        (Interrupted("stopped", 15), "stopped (143)"),
-        (DataError("broken"), "failed (3)"),
-        (MemoryError(), "failed (1)"),
+        (None, "done", None),
+        (Interrupted("stopped", 15), "stopped (143)", "interrupted"),
+        (DataError("broken", code="data.changed"), "failed (3)", "data.changed"),
+        (MemoryError(), "failed (1)", None),
     ],
 )
 def test_status_records_how_the_run_ended(
-    error: BaseException | None, status: str, tmp_path: Path
+    error: BaseException | None, status: str, code: str | None, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path)
     write_record(run, {"status": "running", "num_processes": 2})
@@ -74,7 +74,7 @@ def test_status_records_how_the_run_ended(
     assert read_record(run) == {"status": "running", "num_processes": 2}
     with run_that_ends_with(run, error):
         pass
-    assert read_record(run) == {"status": status, "num_processes": 2}
+    assert read_record(run) == {"status": status, "error_code": code, "num_processes": 2}
 
 
 def test_run_that_never_started_gets_no_record(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def _run_entry(
         load_recipe_with: function from additional overrides to the entry's recipe.
         folder: parent folder of the run directories.
         run_missing: True to train or probe what is not finished; False to only read results.
-        done: True to accept an entry of which only some seeds are finished, see `run_plan`.
+        done: True to accept an entry if only some of its seeds are finished, see `run_plan`.
     Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:

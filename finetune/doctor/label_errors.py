@@ -295,7 +295,7 @@ def _posterior(
 
 
 def calibrate(probabilities_NK: FloatArray, labels: NDArray[Any]) -> FloatArray:
-    """Calibrate probabilities of the true class to labels of which some are wrong.
+    """Calibrate probabilities of the true class, although some of the labels are wrong.
 
     Args:
         probabilities_NK, labels: see `find_label_errors`.

@@ -304,7 +304,7 @@ function renderFinding() {
     element("div", { class: "examples" }, ...(found.classes ? [mark(kind.keys[current][0])].filter(Boolean) : []), ...examples));
 }
 
-// --- the list, of which only the visible rows exist ------------------------------------------
+// --- the list: only its visible rows are in the page -----------------------------------------
 
 const rows = new Map(); // rows in the document by index
 function row(index) {

@@ -120,14 +120,13 @@ def save_random_network(tmp_path: Path, key: str) -> str:
 
 def forget_checksums(folder: Path) -> Path:
     """Remove the checksums of a model folder and of its run, so that a test may change files."""
-    for path, key in (
-        (folder / "config.json", "checksums"),
-        (folder.parent / "run.json", "model_sha256"),
+    for path, keys in (
+        (folder / "config.json", ["checksums"]),
+        (folder.parent / "run.json", ["model_sha256", "results_sha256", "metrics_sha256"]),
     ):
         if path.is_file():
             content = json.loads(path.read_text())
-            content.pop(key, None)
-            path.write_text(json.dumps(content))
+            path.write_text(json.dumps({k: v for k, v in content.items() if k not in keys}))
     return folder
 
 

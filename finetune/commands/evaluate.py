@@ -21,7 +21,7 @@ from finetune.data.from_recipe import open_data, open_full_data, resolve_data_se
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore, build_pixel_store
 from finetune.data.source import Source, Split
-from finetune.errors import DataError, RecipeError, did_you_mean, redact_urls
+from finetune.errors import CheckpointError, DataError, RecipeError, did_you_mean, redact_urls
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
@@ -131,6 +131,8 @@ def evaluate_model(
     unreadable_policy = {} if recipe is None else {"unreadable": recipe.data.unreadable}
     section = section.model_copy(update={"task": TASKS[built.multilabel], **unreadable_policy})
     accelerator = create_run_accelerator(recipe)
+    if recipe is not None and accelerator.is_main_process:
+        _warn_if_results_changed(model)
     is_training_data = recipe is not None and redact_urls(section.source) == recipe.data.source
     source, split = _open_split(
         section,
@@ -193,6 +195,14 @@ def evaluate_model(
         **split_decisions(source, split),
         "class_names": class_names,
     }
+
+
+def _warn_if_results_changed(run: str) -> None:
+    """Log a warning if results.json of a run was changed; an evaluation does not need it."""
+    try:
+        RunDir(run).read_json("results.json")
+    except CheckpointError as error:
+        logger.warning(str(error))
 
 
 def _has_changed(run: str, split: Split) -> bool:

@@ -51,6 +51,8 @@ __all__ = ["RunDir", "format_json", "resume_command"]
 
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
+# Files with a checksum in run.json, by its key.
+_CHECKSUM_KEYS = {"results_sha256": "results.json", "metrics_sha256": "metrics.jsonl"}
 _BAD_PATH_ERRORS = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
 _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
@@ -157,7 +159,7 @@ class RunDir:
         """Read a JSON file of the run. Returns: its content, or None if it does not exist.
 
         Raises: CheckpointError if it cannot be read or is not valid, or if the results of a
-            finished run are those of another model.
+            finished run were changed or are those of another model.
         """
         path = self.path / name
         limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
@@ -175,8 +177,27 @@ class RunDir:
             self._check_results_of_this_model(content)
         return content
 
+    def checksums(self) -> dict[str, str]:
+        """Return the entries `results_sha256` and `metrics_sha256` of run.json, from the files."""
+        paths = {key: self.path / name for key, name in _CHECKSUM_KEYS.items()}
+        return {key: file_sha256(path) for key, path in paths.items() if path.is_file()}
+
+    def _has_changed(self, key: str) -> bool:
+        """True if a file differs from its checksum in run.json; False while the run proceeds."""
+        record = self.read_json("run.json") or {}
+        if record.get("status") == "running" or key not in record:
+            return False
+        return file_sha256(self.path / _CHECKSUM_KEYS[key]) != record[key]
+
     def _check_results_of_this_model(self, results: dict[str, Any]) -> None:
-        """Raise CheckpointError if run.json of a finished run has the sha256 of another model."""
+        """Raise CheckpointError if a finished run has other results or another model."""
+        if self._has_changed("results_sha256"):
+            raise CheckpointError(
+                f"{self.path / 'results.json'}: was changed after the run ended (its sha256 is not "
+                "the one in run.json); restore it from a copy, or remove it and evaluate again: "
+                f"{resume_command(self.path)}",
+                code="checkpoint.damaged",
+            )
         record = self.read_json("run.json") or {}
         expected, actual = (each.get("model_sha256") for each in (record, results))
         # While a finished run is extended, its status is "running", and results.json changes last.
@@ -208,7 +229,7 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, without lines that are damaged or of another run.
 
-        Logs a warning if the file is missing or if lines were skipped.
+        Logs a warning if the file is missing or was changed, or if lines were skipped.
 
         Raises: CheckpointError if it is not a regular file, or cannot be read.
         """
@@ -226,6 +247,11 @@ class RunDir:
                 "--out",
                 code="checkpoint.damaged",
             ) from error
+        if self._has_changed("metrics_sha256"):
+            warn_once(
+                f"{path}: was changed after the run ended (its sha256 is not the one in run.json); "
+                "curves and claims may be wrong"
+            )
         run_id = self._run_id()
         kept = [line for line in lines if line is not None and line.pop("run", run_id) == run_id]
         if num_skipped := len(lines) - len(kept):

@@ -150,11 +150,15 @@ def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None
 
 @contextlib.contextmanager
 def record_status(run: RunDir, *, is_main_process: bool) -> Iterator[None]:
-    """Write `status` and `error_code` to run.json when the block ends: done, stopped or failed."""
+    """Write status, error code and checksums to run.json when the block ends.
+
+    The status is "done", "stopped (exit code)" or "failed (exit code)".
+    """
 
     def write(status: str, error_code: str | None = None) -> None:
         if is_main_process and (record := read_record(run)):
-            write_record(run, {**record, "status": status, "error_code": error_code})
+            ended = {"status": status, "error_code": error_code, **run.checksums()}
+            write_record(run, cast(RunRecord, {**record, **ended}))
 
     try:
         yield

@@ -91,6 +91,8 @@ class RunRecord(TypedDict, total=False):
     weights_sha256: str | None  # sha256 of the weights file that training started from
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/
+    results_sha256: str  # sha256 of results.json when the run ended; missing in older runs
+    metrics_sha256: str  # sha256 of metrics.jsonl when the run ended; missing in older runs
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded
     # size and machine, only with `data.micro_batch: auto`; a malformed entry is ignored when read

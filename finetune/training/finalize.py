@@ -208,8 +208,11 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     steps_per_epoch = record.get("plan", {}).get("steps_per_epoch", 1.0)
     results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)
     write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
-    write_record(run, {**record, "training_keys": training_keys(recipe)})
+    record["training_keys"] = training_keys(recipe)
+    record.pop("results_sha256", None)
+    write_record(run, record)  # without a checksum, in case the process ends before the next two
     run.write_json("results.json", results)
+    write_record(run, {**record, "results_sha256": run.checksums()["results_sha256"]})
     rewrite_artifacts(run)
     _write_html_report(run.path, None)
     return results

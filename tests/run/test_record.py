@@ -97,3 +97,34 @@ def test_finished_results_need_status_done_and_the_same_recipe(tmp_path: Path) -
     assert read_finished_results(tmp_path, make_recipe()) == {"steps": 4}
     assert read_finished_results(tmp_path, make_recipe("run.threads=1")) == {"steps": 4}
     assert read_finished_results(tmp_path, make_recipe("optim.lr=2e-3")) is None
+
+
+@pytest.mark.parametrize("error", [None, DataError("broken", code="data.changed")])
+def test_files_that_are_changed_after_the_run_ended_are_noticed(
+    error: BaseException | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir(tmp_path)
+    write_record(run, {"status": "running", "id": "a"})
+    with run_that_ends_with(run, error):
+        run.write_json("results.json", {"steps": 4})
+        run.append_metrics({"step": 1, "split": "train", "loss": 2.0})
+    run.close()
+    assert run.read_json("results.json") == {"steps": 4}
+    assert len(run.read_metrics()) == 1
+    assert not caplog.records
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("2.0", "1.0"))
+    run.write_json("results.json", {"steps": 5})
+    assert run.read_metrics()[0]["loss"] == 1
+    assert "metrics.jsonl: was changed after the run ended" in caplog.text
+    with refused("checkpoint.damaged", tmp_path / "results.json"):
+        run.read_json("results.json")
+
+    record = read_record(run)
+    write_record(run, {**record, "status": "running"})  # as while it is extended
+    assert run.read_json("results.json") == {"steps": 5}
+    for key in ("results_sha256", "metrics_sha256"):
+        del record[key]  # type: ignore[misc]
+    write_record(run, record)  # as in older releases
+    assert run.read_json("results.json") == {"steps": 5}

@@ -15,11 +15,13 @@ from forked_runs import disable_plots
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 
+from finetune.commands.evaluate import evaluate_model
 from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
 from finetune.evaluation import evaluator as evaluation
 from finetune.recipe.load import parse_recipe
+from finetune.report.page import write_run_report
 from finetune.run.directory import RunDir
 from finetune.training import finalize
 from finetune.training.train import train
@@ -132,6 +134,27 @@ def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(tmp_path: Path
     assert [claim["value"] for claim in changed["claims"]] == [0.9]
     train(parse_recipe(RECIPE), out, resume=True)
     assert (out / "results.json").read_bytes() == before
+
+
+def test_changed_results_are_refused_until_they_are_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    expected = train(parse_recipe(RECIPE), out)
+    evaluate_model(str(out))
+    assert "results.json" not in caplog.text
+    (out / "results.json").write_text(
+        json.dumps({**expected, "test": {**expected["test"], "top1": 1.0}})
+    )
+    evaluate_model(str(out))
+    assert "results.json: was changed after the run ended" in caplog.text
+    for use in (write_run_report, lambda _: train(parse_recipe(RECIPE), out, resume=True)):
+        with refused("checkpoint.damaged", out / "results.json"):
+            use(out)
+    (out / "results.json").unlink()
+    again = train(parse_recipe(RECIPE), out, resume=True)
+    assert again["test"]["top1"] == expected["test"]["top1"]
+    write_run_report(out)
 
 
 class CallCounter:

@@ -87,7 +87,7 @@ class RunRecord(TypedDict, total=False):
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
     train_val_fingerprint: str | None  # the same if only the seed that splits them differs
-    leakage: list[str]  # result of `find_train_leakage`
+    leakage: list[str]  # result of `find_leakage`
     weights_sha256: str | None  # sha256 of the weights file that training started from
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/

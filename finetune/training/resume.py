@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
-from finetune.data.leakage import find_train_leakage
+from finetune.data.leakage import find_leakage
 from finetune.errors import CheckpointError, DataError, RecipeError, SetupError, WeightsError
 from finetune.files import write_atomically
 from finetune.log import logger
@@ -67,7 +67,7 @@ def start_or_resume(
     if not run.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
         record = {"id": uuid.uuid4().hex, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        record["leakage"] = find_train_leakage(setup.source)
+        record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:
             logger.warning(line)
     elif not record:

@@ -17,7 +17,7 @@ from small_datasets import (
     write_parquet,
 )
 
-from finetune.data.leakage import find_train_leakage
+from finetune.data.leakage import find_leakage
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation, merge_val
@@ -63,7 +63,7 @@ def test_groups_stay_together(tmp_path: Path, group: str) -> None:
         assert np.abs(counts["val"] / total - 0.25).max() < 0.07
         drawn.append(by_split["val"])
         assert groups_of(hold_out_validation(source, 0.25, seed)) == by_split
-        assert find_train_leakage(split) == []
+        assert find_leakage(split) == []
     assert len({frozenset(one) for one in drawn}) > 1
 
 
@@ -103,10 +103,10 @@ def test_warns_of_groups_in_train_and_test(tmp_path: Path) -> None:
         write_parquet(tmp_path / f"{name}.parquet", [0, 1, 0, 1], images=images, site=sites)
     for streaming in (False, True):
         source = open_source(f"parquet:{tmp_path}", group="site", streaming=streaming)
-        (warning,) = find_train_leakage(source)
+        (warning,) = find_leakage(source)
         assert "2 of 4 images" in warning
         assert "'y'" in warning
-    assert find_train_leakage(open_source(f"parquet:{tmp_path}")) == []
+    assert find_leakage(open_source(f"parquet:{tmp_path}")) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from refusals import refused
 from small_datasets import class_counts, write_image_folder, write_parquet
 
-from finetune.data.leakage import find_train_leakage
+from finetune.data.leakage import find_leakage
 from finetune.data.open_source import open_source
 from finetune.data.splits import (
     hold_out_validation,
@@ -87,27 +87,27 @@ def test_hold_out_validation_needs_enough_images(tmp_path: Path) -> None:
 
 def test_finds_training_images_in_the_evaluation_splits(tmp_path: Path) -> None:
     source = write_image_folder(tmp_path, {"train/a": 3, "train/b": 3, "test/a": 2, "test/b": 2})
-    assert find_train_leakage(open_source(source)) == []
+    assert find_leakage(open_source(source)) == []
     shutil.copy(tmp_path / "train/a/1.png", tmp_path / "test/b/copy.png")
-    (leak,) = find_train_leakage(open_source(source))
+    (leak,) = find_leakage(open_source(source))
     assert "split 'test': 1 of 5 images" in leak
     assert "'test/b/copy.png' of 'train/a/1.png'" in leak
     shutil.copy(tmp_path / "train/a/1.png", tmp_path / "train/a/twin.png")
     shutil.copy(tmp_path / "train/b/1.png", tmp_path / "train/b/twin.png")
     leakage_by_seed = [
-        find_train_leakage(hold_out_validation(open_source(source), 0.5, seed)) for seed in range(9)
+        find_leakage(hold_out_validation(open_source(source), 0.5, seed)) for seed in range(9)
     ]
     assert any("split 'val'" in leak for leaks in leakage_by_seed for leak in leaks)
     (tmp_path / "test/b/copy.png").write_bytes(b"")
-    assert find_train_leakage(open_source(source)) == []
+    assert find_leakage(open_source(source)) == []
 
 
 def test_finds_training_images_in_tables(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [0, 1] * 3)
     write_parquet(tmp_path / "test.parquet", [0, 1])
-    (leak,) = find_train_leakage(open_source(f"parquet:{tmp_path}"))
+    (leak,) = find_leakage(open_source(f"parquet:{tmp_path}"))
     assert "2 of 2" in leak
-    assert find_train_leakage(open_source(f"parquet:{tmp_path}", streaming=True)) == []
+    assert find_leakage(open_source(f"parquet:{tmp_path}", streaming=True)) == []
 
 
 def test_rejects_a_source_without_train(tmp_path: Path) -> None:

@@ -172,13 +172,13 @@ def test_resume_refuses_shards_from_another_server(
             start(run, setup_from(other_server), resume=True)
 
 
-def test_start_warns_about_test_images_that_are_training_images(
-    run: RunDir, tmp_path: Path
+@pytest.mark.parametrize("first", ["train", "val"])
+def test_start_warns_about_test_images_of_another_split(
+    run: RunDir, tmp_path: Path, first: str
 ) -> None:
-    source = write_image_folder(
-        tmp_path / "set", {"train/a": 9, "train/b": 9, "test/a": 1, "test/b": 1}
-    )
-    shutil.copy(tmp_path / "set/train/a/1.png", tmp_path / "set/test/a/0.png")
+    counts = {"train/a": 9, "train/b": 9, "val/a": 2, "val/b": 2, "test/a": 1, "test/b": 1}
+    source = write_image_folder(tmp_path / "set", counts)
+    shutil.copy(tmp_path / f"set/{first}/a/1.png", tmp_path / "set/test/a/0.png")
     lines: list[str] = []
     with logged(lines):
         start(run, make_setup(f"data.source={source}", "data.batch_size=4"))

@@ -1,23 +1,31 @@
 """Checksums of a saved model in its config.json: written by `save_model`, verified by every reader.
 
 The entry `checksums` of config.json has the sha256 of each file that was saved with config.json,
-and of the other entries of config.json. So damage is found wherever the folder is copied. The
-run.json of a finished run also has the sha256 of the weights, which reveals a model/ of another
-run. A folder without the entry `checksums`, such as one from timm, is not verified.
+of recipe, results and plots once they are written, and of the other entries of config.json. So
+damage is found wherever the folder is copied. The run.json of a finished run also has the sha256
+of the weights, which reveals a model/ of another run. A folder without the entry `checksums`, such
+as one from timm, is not verified.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import WeightsError
-from finetune.files import file_sha256, read_untrusted_json
+from finetune.files import file_sha256, read_untrusted_json, write_atomically
 
-__all__ = ["add_checksums", "read_checksums", "verify_checksum", "verify_model_folder"]
+__all__ = [
+    "DESCRIPTION_FILES",
+    "add_checksums",
+    "add_description_checksums",
+    "read_checksums",
+    "verify_checksum",
+    "verify_model_folder",
+]
 
 WEIGHTS_FILE = "model.safetensors"
 # Files whose checksums are stored, if the folder has them.
@@ -25,6 +33,12 @@ _CHECKED_FILES = (
     WEIGHTS_FILE,
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
+)
+# Files that describe the weights, and are written after them. They may be removed, and have no
+# checksum in models of older releases.
+DESCRIPTION_FILES = (
+    *("recipe.yaml", "results.json"),
+    *("curves.png", "confusion.png", "reliability.png"),
 )
 _ADVICE = (
     "restore it from a copy or download it again; train --resume rebuilds the model/ of a run from "
@@ -40,9 +54,32 @@ def add_checksums(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         folder: the folder with the weights and, if there is one, the adapter.
     """
     content = json.loads(json.dumps(config))  # as a reader gets it, for example with lists
-    paths = {name: folder / name for name in _CHECKED_FILES}
-    files = {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
+    files = _hash_files(folder, (*_CHECKED_FILES, *DESCRIPTION_FILES))
     return {**config, "checksums": {**files, "config.json": _config_sha256(content, files)}}
+
+
+def add_description_checksums(folder: Path) -> None:
+    """Replace the checksums of DESCRIPTION_FILES in a folder's config.json, if it has checksums.
+
+    The checksums of the weights stay, so that damage to the weights is still found.
+
+    Raises: WeightsError if config.json was changed.
+    """
+    stored = read_checksums(folder, source=str(folder))
+    if not stored:
+        return
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    files = {name: sha256 for name, sha256 in stored.items() if name not in DESCRIPTION_FILES}
+    files |= _hash_files(folder, DESCRIPTION_FILES)
+    config["checksums"] = {**files, "config.json": _config_sha256(config, files)}
+    # not written in place: the file may be a hard link of the one that is replaced
+    write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the sha256 of the files that exist."""
+    return {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
 
 
 def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
@@ -112,6 +149,8 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
         if not (folder / name).is_file():
             raise WeightsError(f"{source}: {name} is missing; {_ADVICE}", code="weights.damaged")
         verify_checksum(name, file_sha256(folder / name), checksums, source=source)
+    for name, sha256 in _hash_files(folder, DESCRIPTION_FILES).items():
+        verify_checksum(name, sha256, checksums, source=source)
 
 
 def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -16,11 +16,14 @@ from finetune.data.from_recipe import open_data, open_full_data
 from finetune.data.source import Split
 from finetune.errors import FinetuneError, WeightsError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
+from finetune.files import file_sha256
 from finetune.formatting import TOO_FEW_IMAGES_NOTE, format_percent, format_percent_range, pluralize
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
 from finetune.log import logger
+from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.weights.resolve import locate_weights
+from finetune.run.directory import RunDir
 from finetune.run.record import load_run_recipe
 
 __all__ = [
@@ -99,8 +102,17 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
 
 
 def _read_results(model: str) -> dict[str, Any] | None:
-    """Read the model's results.json; None if it does not exist."""
+    """Read the model's results.json; None if it does not exist or was changed."""
     for file in _result_files(model):
+        try:
+            if (file.parent / "config.json").is_file() and file.is_file():
+                checksums = read_checksums(file.parent, source=model)
+                verify_checksum(file.name, file_sha256(file), checksums, source=model)
+            else:  # in a run directory
+                RunDir(file.parent).read_json(file.name)
+        except FinetuneError as error:
+            logger.warning(f"no metrics are shown: {error}")
+            return None
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):

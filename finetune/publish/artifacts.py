@@ -17,6 +17,7 @@ from typing import Any
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.evaluation.confusion import parse_confusion_matrix
 from finetune.files import file_sha256
+from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
 from finetune.models.lora import ADAPTER_FILES
 from finetune.publish.model_card import CardContent, render_adapter_card, render_card
 from finetune.recipe.schema import Recipe
@@ -35,9 +36,8 @@ __all__ = [
 ]
 
 MODEL_FILES = ("config.json", "model.safetensors")
-PLOT_FILES = ("curves.png", "confusion.png", "reliability.png")
 # The files of model/ that a push sends, besides those of an adapter.
-PUBLISHED_FILES = (*MODEL_FILES, "README.md", "recipe.yaml", "results.json", *PLOT_FILES)
+PUBLISHED_FILES = (*MODEL_FILES, "README.md", *DESCRIPTION_FILES)
 # The files of model/adapter that a push of the adapter sends.
 PUBLISHED_ADAPTER_FILES = (*ADAPTER_FILES, "README.md")
 
@@ -71,6 +71,7 @@ def write_artifacts(
         content = replace(
             content, seed_results=by_seed, plots=_draw_plots(folder, run, results, content.config)
         )
+    add_description_checksums(folder)
     (folder / "README.md").write_text(render_card(content), encoding="utf-8")
     if (folder / "adapter").is_dir():
         content = replace(content, repository=adapter_repository)
@@ -88,6 +89,7 @@ def write_averaged_artifacts(folder: Path, run: RunDir, results: Mapping[str, An
     """
     recipe = read_recipe(run)
     card = render_card(_write_data_and_collect_card(folder, run, recipe, results))
+    add_description_checksums(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -23,8 +23,10 @@ from finetune.demo.model_summary import (
     summarize_model,
 )
 from finetune.errors import WeightsError
+from finetune.files import file_sha256
 from finetune.formatting import TOO_FEW_IMAGES_NOTE
 from finetune.hub.download import CachedHubFile
+from finetune.model_checksums import add_description_checksums
 
 CLASSIFIER: Any = SimpleNamespace(
     class_names=["a", "b", "c"], pipeline=SimpleNamespace(image_size=(32, 48))
@@ -71,6 +73,23 @@ def test_results_in_the_model_folder_take_precedence(run_folder: Path) -> None:
     (run_folder / "model" / "results.json").write_text('{"test": {"top1": 0.5, "examples": 8}}')
     metric = "accuracy 50.0 % on 8 test images (95 % interval 21.5–78.5 %)"
     assert summarize_model(str(run_folder), CLASSIFIER)[2:] == [metric, TOO_FEW_IMAGES_NOTE]
+
+
+@pytest.mark.parametrize("name", ["model/results.json", "results.json"])
+def test_changed_results_are_not_shown(
+    run_folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, record = run_folder / name, {"status": "done"}
+    path.write_text('{"test": {"top1": 0.5, "examples": 8}}')
+    if name.startswith("model"):
+        add_description_checksums(path.parent)
+    else:
+        record["results_sha256"] = file_sha256(path)
+    (run_folder / "run.json").write_text(json.dumps(record))
+    assert "50.0 %" in summarize_model(str(run_folder), CLASSIFIER)[2]
+    path.write_text(path.read_text().replace("0.5", "0.9"))
+    assert len(summarize_model(str(run_folder), CLASSIFIER)) == 2
+    assert "no metrics are shown" in caplog.text
 
 
 def test_without_a_test_split_metric_and_examples_come_from_validation(

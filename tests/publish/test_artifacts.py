@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 from forked_runs import disable_report_and_plots
+from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.files import file_sha256
+from finetune.model_checksums import verify_model_folder
 from finetune.publish.artifacts import (
     PUBLISHED_FILES,
     publishable_recipe,
     rewrite_artifacts,
 )
+from finetune.publish.push import push
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
@@ -53,6 +56,19 @@ def test_finished_run_has_every_published_file(runs: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     assert config["calibration"] == {"temperature": results["temperature"], "split": "val"}
     assert file_sha256(model / "model.safetensors") in (model / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "results.json", "curves.png"])
+def test_published_files_are_bound_to_the_weights(runs: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(runs / "a" / "model", tmp_path / "pushed")
+    verify_model_folder(folder, source="pushed")
+    (folder / "README.md").write_text("an edited card")
+    verify_model_folder(folder, source="pushed")
+    (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
+    with refused("weights.damaged", str(folder), name):
+        push(folder, "alice/digits")
+    (folder / name).unlink()
+    verify_model_folder(folder, source="pushed")
 
 
 def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:
@@ -166,6 +182,7 @@ def test_published_recipe_strips_folders_from_the_model_name(name: str, shown: s
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_published_mistakes_have_no_absolute_paths(runs: Path, tmp_path: Path, split: str) -> None:
     run = shutil.copytree(runs / "c", tmp_path / "run")
+    forget_checksums(run / "model")
     results = json.loads((run / "results.json").read_text())
     names = ["/secret/photos/a.png", "cats/b.png"]
     results[split]["mistakes"] = [{"name": name, "index": 3} for name in names]

@@ -21,7 +21,7 @@ from finetune.data.decisions import split_decisions
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
-from finetune.files import make_writable_folder
+from finetune.files import file_sha256, make_writable_folder
 from finetune.formatting import pluralize
 from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
@@ -73,7 +73,9 @@ def average_runs(
         greedy: True to build a greedy soup: runs are added from best to worst, each only if the
             validation metric does not drop.
     Returns: a dict with keys "folder", "kind", "runs", "tried" (each average with its validation
-        metrics), "chosen", and "val" and "test" as returned by `Evaluator.results`.
+        metrics), "chosen", "members" (name, seed and sha256 of the weights of each run, with the
+        validation metrics if it is a soup), and "val" and "test" as returned by
+        `Evaluator.results`.
     Raises: RecipeError for conflicting arguments; WeightsError if the runs have different networks
         or started from different pretrained weights; DataError if validation images are missing or
         differ between the runs.
@@ -122,7 +124,18 @@ def average_runs(
         evaluator.evaluate(network, batch_size=batch_size, progress=True)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
     names = [member.run.path.resolve().name for member in members]
-    results["average"] = {"kind": kind, "runs": names, "tried": tried, "chosen": chosen}
+    results["average"] = {
+        **{"kind": kind, "runs": names, "tried": tried, "chosen": chosen},
+        "members": [
+            {
+                **{"name": name, "seed": member.recipe.run.seed},
+                "sha256": file_sha256(member.run.model_folder / "model.safetensors"),
+                # validation metrics; WiSE-FT measures other weights than those of its only run
+                **({} if alphas else tried[index]),
+            }
+            for index, (name, member) in enumerate(zip(names, members, strict=True))
+        ],
+    }
     run_on_main(accelerator, lambda: _write_model_folder(folder, first, setup, state, results))
     return {"folder": out, **results["average"], **results}
 

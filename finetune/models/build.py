@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -151,7 +153,7 @@ def _init_head(
     class_names: Sequence[str],
     head_init: str | None,
     multilabel: bool,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Initialize a new head.
 
     Args:
@@ -161,8 +163,8 @@ def _init_head(
             "keep" if any class name matches, else "zeros". "default" keeps timm's initialization.
         multilabel: same as for `build_model`; rows are copied only if the weights have the same
             task.
-    Returns: {"kept_classes": number of copied classes} for the provenance; empty if no row was
-        copied.
+    Returns: {"kept_classes": number of copied classes, "kept_rows_sha256": sha256 of which row
+        each class got} for the provenance; empty if no row was copied.
     Raises: RecipeError if `head_init` is "keep" and no class can be copied.
     """
     source = weights.provenance["source"]
@@ -172,7 +174,8 @@ def _init_head(
         rows = {index: old_row[name] for index, name in enumerate(class_names) if name in old_row}
         if rows and copy_classifier_rows(model, weights.state, rows):
             logger.warning("model.head_init: %s", _kept_rows_message(source, rows, class_names))
-            return {"kept_classes": len(rows)}
+            rows_sha256 = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+            return {"kept_classes": len(rows), "kept_rows_sha256": rows_sha256}
     if head_init == "keep" and weights.state is not None:
         raise RecipeError(
             f"model.head_init: keep finds no row to copy: {source} has none of the data's classes, "

@@ -280,7 +280,8 @@ def _summary_section(content: CardContent) -> list[str]:
         training = (
             f"averaged weights ({average['kind']}: {_escape_markdown(average['chosen'])}) of "
             f"{', '.join(map(_inline_code, average['runs']))}, selected on validation images. The "
-            "training section below describes the first run."
+            "training section below describes the first run; the averaged runs are listed under "
+            "provenance."
         )
     else:
         training = (
@@ -530,7 +531,27 @@ def _provenance_section(content: CardContent) -> list[str]:
         f"- commit of finetune: {_inline_code(record.get('commit') or 'unknown')}",
         f"- versions: {versions}",
         "",
+        *_averaged_runs(content),
     ]
+
+
+def _averaged_runs(content: CardContent) -> list[str]:
+    """List the runs of an average; empty for the card of a single run."""
+    members = content.results.get("average", {}).get("members", ())
+    key = "map" if content.is_multilabel else "top1"
+    rows = [
+        [
+            _inline_code(member["name"]),
+            str(member["seed"]),
+            f"{member[key]:.4f}" if key in member else "not measured",
+            _inline_code(member["sha256"]),
+        ]
+        for member in members
+    ]
+    if not rows:
+        return []
+    heads = ["averaged run", "seed", f"val {_METRIC_COLUMNS[key]}", "sha256 of its weights"]
+    return [*markdown_table(heads, rows), ""]
 
 
 def _escape_markdown(text: str) -> str:

@@ -89,6 +89,7 @@ class RunRecord(TypedDict, total=False):
     train_val_fingerprint: str | None  # the same if only the seed that splits them differs
     leakage: list[str]  # result of `find_leakage`
     weights_sha256: str | None  # sha256 of the weights file that training started from
+    kept_rows_sha256: str | None  # sha256 of the rows of the pretrained head that were kept
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     model_sha256: str  # sha256 of the weights in model/
     results_sha256: str  # sha256 of results.json when the run ended; missing in older runs

@@ -108,6 +108,7 @@ def start_or_resume(
         "split_fingerprints": fingerprints,
         "train_val_fingerprint": setup.source.train_val_fingerprint(),
         "weights_sha256": setup.built.provenance.get("sha256"),
+        "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
         "preprocessing": _preprocessing_entry(setup),
     }
     if teacher is not None:
@@ -210,7 +211,7 @@ def _check_same_run(
 
 
 def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> None:
-    """Raise WeightsError if the pretrained weights or their preprocessing are not the recorded."""
+    """Raise WeightsError if pretrained weights, class names or preprocessing have changed."""
     name = setup.recipe.model.name
     sha256 = setup.built.provenance.get("sha256")
     if (recorded_sha256 := record.get("weights_sha256")) != sha256:
@@ -219,7 +220,15 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
             f"{recorded_sha256}; restore them, or train again in another --out",
             code="weights.wrong_version",
         )
-    # The preprocessing is in config.json next to the weights, which `sha256` does not cover.
+    # Class names and preprocessing are in config.json, which `sha256` does not cover.
+    kept_rows = setup.built.provenance.get("kept_rows_sha256")
+    if record.get("kept_rows_sha256", kept_rows) != kept_rows:
+        raise WeightsError(
+            f"{name}: its class names have changed since the run {run.path} started with the head "
+            "rows of these classes (model.head_init=keep); restore its config.json, or train again "
+            "in another --out",
+            code="weights.wrong_version",
+        )
     preprocessing = _preprocessing_entry(setup)
     if (recorded_preprocessing := record.get("preprocessing", preprocessing)) != preprocessing:
         changed = ", ".join(

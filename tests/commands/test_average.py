@@ -172,6 +172,16 @@ def test_predict_export_and_push_accept_the_result(
     assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
 
 
+def test_card_of_a_soup_lists_every_run(runs: Path, tmp_path: Path) -> None:
+    members = [runs / "a", runs / "b"]
+    result = average_runs([str(run) for run in members], out=str(tmp_path / "out"))
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    for run, tried in zip(members, result["tried"], strict=False):
+        (row,) = [line for line in lines if line.startswith(f"| `{run.name}`")]
+        assert f"{tried['top1']:.4f}" in row
+        assert file_sha256(run / "model" / "model.safetensors") in row
+
+
 def test_two_ranks_give_the_same_soup(runs: Path, tmp_path: Path) -> None:
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     args = [str(runs / "a"), str(runs / "b"), "--greedy"]

@@ -109,6 +109,29 @@ def test_resume_refuses_other_pretrained_weights_under_the_same_name(
     assert read_record(run)["weights_sha256"] == first
 
 
+def test_resume_refuses_other_class_names_of_a_head_that_is_kept(
+    run: RunDir, tmp_path: Path
+) -> None:
+    config_path = write_timm_folder(tmp_path / "net") / "config.json"
+
+    def setup(*names: str) -> TrainingSetup:
+        config = json.loads(config_path.read_text())
+        config_path.write_text(json.dumps({**config, "label_names": names}))
+        overrides = ["model.pretrained=true", "model.args={}", "model.head_init=keep"]
+        recipe = parse_recipe(RECIPE, overrides=[f"model.name={tmp_path / 'net'}", *overrides])
+        return build_setup(recipe, device=torch.device("cpu"), show_progress=False)
+
+    start(run, setup("1", "2", "other"))
+    save(run, 2)
+    assert start(run, setup("1", "2", "renamed"), resume=True) == 2
+    with refused("weights.wrong_version", tmp_path / "net"):
+        start(run, setup("2", "1", "other"), resume=True)
+    record = read_record(run)
+    del record["kept_rows_sha256"]
+    write_record(run, record)  # of an older release
+    assert start(run, setup("2", "1", "other"), resume=True) == 2
+
+
 def test_resume_refuses_weights_with_other_preprocessing(run: RunDir, tmp_path: Path) -> None:
     write_timm_folder(tmp_path / "net")
     config_path = tmp_path / "net" / "config.json"

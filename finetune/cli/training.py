@@ -104,7 +104,10 @@ def _train_source(
     source: str, overrides: tuple[str, ...], run: Path, *, dry_run: bool, download: bool
 ) -> CommandResult:
     """Create a recipe for a source of images and train it."""
+    from finetune.recipe.load import parse_overrides
+
     resolve_data_source(source)
+    parse_overrides(overrides)  # before importing torch, which takes seconds
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError(
             f"{source}: only a single process can create a recipe; run finetune start {source} "
@@ -148,10 +151,12 @@ def start(
     KEY=VALUE sets a key of the recipe.
     """
     from finetune.files import check_output_file, write_atomically
+    from finetune.recipe.load import parse_overrides
     from finetune.recipe.validate import check_override_conflicts
 
     resolve_data_source(source)
     check_override_conflicts(overrides)
+    parse_overrides(overrides)  # before importing torch, which takes seconds
     if out and check_output_file(out, option="--out", suffixes=(".yaml", ".yml")).exists():
         raise SetupError(
             f"--out: '{out}' already exists; remove it, or choose another name",

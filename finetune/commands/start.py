@@ -45,11 +45,11 @@ from finetune.data.class_balance import count_images_per_class
 from finetune.data.decode_split import sample_image_sizes
 from finetune.data.from_recipe import open_data
 from finetune.data.source import Source
-from finetune.errors import DataError, RecipeError, redact_urls
+from finetune.errors import DataError, redact_urls
 from finetune.files import write_atomically
 from finetune.formatting import format_duration, pluralize, printable_path
 from finetune.log import logger, quiet
-from finetune.recipe.load import parse_recipe
+from finetune.recipe.load import MINIMAL_RECIPE, parse_overrides, parse_recipe
 from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strict_yaml import parse_document
@@ -72,7 +72,6 @@ __all__ = [
 
 MIN_IMAGES_PER_CLASS = 10  # to train all weights
 BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing the features
-_MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
@@ -305,7 +304,7 @@ class _RecipeBuilder:
     @classmethod
     def open(cls, source: str, overrides: list[str]) -> _RecipeBuilder:
         """Check the overrides, open the data and inspect it. Raises: same as `start`."""
-        asked = _parse_overrides(overrides)
+        asked = parse_overrides(overrides)
         opened = _open_source(source, overrides, asked.get("run.seed", 0))
         if "train" not in opened.splits:
             raise DataError(
@@ -498,30 +497,9 @@ class _RecipeBuilder:
         ]
 
 
-def _parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the overrides' values by section and key, such as "model.adapter": {"kind": "lora"}.
-
-    Raises: RecipeError for unknown keys and invalid values; conflicts are checked in the full
-        recipe.
-    """
-    try:
-        parse_recipe(_MINIMAL_RECIPE, overrides=overrides)
-    except RecipeError as error:
-        if error.code != "recipe.conflict":
-            raise
-    document = parse_document("{}", name="overrides")
-    for override in overrides:
-        apply_override(document, override, Recipe)
-    return {
-        f"{section}.{key}": value
-        for section, values in document.data.items()
-        for key, value in values.items()
-    }
-
-
 def _open_source(source: str, overrides: Iterable[str], seed: int) -> Source:
     """Open the data with the user's overrides, without holding out a validation split."""
-    recipe = yaml.safe_load(_MINIMAL_RECIPE)
+    recipe = yaml.safe_load(MINIMAL_RECIPE)
     recipe["data"]["source"] = resolve_data_source(source)
     section = parse_recipe(
         json.dumps(recipe),

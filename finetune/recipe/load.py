@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import RecipeError, holds_secret
 from finetune.recipe import strict_yaml as recipe_yaml
@@ -25,6 +26,7 @@ from finetune.recipe.schema import (
 from finetune.recipe.validate import apply_override, validate_document
 
 __all__ = [
+    "MINIMAL_RECIPE",
     "Claim",
     "DataSection",
     "DistillSection",
@@ -33,8 +35,13 @@ __all__ = [
     "RunSection",
     "Section",
     "load_recipe",
+    "parse_overrides",
     "parse_recipe",
 ]
+
+
+# the required keys
+MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -86,3 +93,26 @@ def _plan_name(path: str) -> str:
     folder = Path(path).parent.name
     matches = [file for file in Path("recipes").rglob("plan.yaml") if file.parent.name == folder]
     return folder if matches == [Path(path)] else path
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of overrides by section and key, such as "model.adapter": {"kind": "lora"}.
+
+    Args:
+        overrides: same as for `load_recipe`.
+    Raises: RecipeError for unknown keys and invalid values; conflicts are checked in the full
+        recipe.
+    """
+    try:
+        parse_recipe(MINIMAL_RECIPE, overrides=overrides)
+    except RecipeError as error:
+        if error.code != "recipe.conflict":
+            raise
+    document = recipe_yaml.parse_document("{}", name="overrides")
+    for override in overrides:
+        apply_override(document, override, Recipe)
+    return {
+        f"{section}.{key}": value
+        for section, values in document.data.items()
+        for key, value in values.items()
+    }

@@ -41,8 +41,8 @@ from finetune.log import warn_once
 __all__ = ["TarImages", "read_tar"]
 
 _MAX_SHARDS = 100_000
-_URL_PATTERN = re.compile(r"https?://|hf://datasets/[^/]+/[^/]+/")
-_HUB_URL_PATTERN = re.compile(r"hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
+_URL_PATTERN = re.compile(r"(?i:https?)://|(?i:hf)://datasets/[^/]+/[^/]+/")
+_HUB_URL_PATTERN = re.compile(r"(?i:hf)://datasets/([^/]+/[^/@]+)(?:@([^/]+))?/(.+)")
 
 
 def read_tar(

@@ -186,7 +186,7 @@ def check_source_url(source: str) -> None:
 
     Raises: DataError, which does not repeat the URL.
     """
-    if not re.match(r"tar:https?://", source):
+    if not re.match(r"(?i)tar:https?://", source):
         return
     try:
         _ = urlsplit(source.removeprefix("tar:")).port

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from typing_extensions import NotRequired, TypedDict  # pydantic needs it before
 from finetune.errors import RecipeError
 from finetune.files import open_regular_file
 from finetune.formatting import format_percent
+from finetune.log import logger
+from finetune.report.run_data import Run
+from finetune.source_kinds import SOURCE_KINDS, split_source
 
 __all__ = ["DoctorFindings"]
 
@@ -28,8 +33,13 @@ class _Image(TypedDict):
     reason: NotRequired[str]
 
 
+class _Split(TypedDict):
+    fingerprint: NotRequired[str]
+
+
 class _Diagnosis(TypedDict):
-    splits: dict[str, Any]
+    source: NotRequired[str]
+    splits: dict[str, _Split]
     label_errors: list[_Image]
     leaks: list[list[_Image]]
     duplicates: list[list[_Image]]
@@ -58,6 +68,8 @@ class DoctorFindings:
             ) from None
         self.page = folder / "doctor.html"
         self._splits = {*content["splits"]}
+        self._fingerprints = {split.get("fingerprint") for split in content["splits"].values()}
+        self._source = content.get("source")
         self._notes: dict[tuple[str, str], list[tuple[_Image, str]]] = {}
         for image in content["label_errors"]:
             sure = format_percent(image.get("score", 0), 0)
@@ -72,6 +84,19 @@ class DoctorFindings:
 
     def _add(self, image: _Image, note: str) -> None:
         self._notes.setdefault((image["split"], image["path"]), []).append((image, note))
+
+    def warn_if_other_data(self, run: Run) -> None:
+        """Log a warning if the doctor has looked at other data than that of a run."""
+        source = run.recipe.data.source
+        # a split that the run has changed, such as train without val, has another fingerprint
+        shared = self._fingerprints & {*run.record.get("split_fingerprints", {}).values()}
+        if shared or self._source is None or _absolute(self._source) == _absolute(source):
+            return
+        logger.warning(
+            f"--doctor: {self.page.parent}: these findings are of {self._source}, but {run.path} "
+            f"was trained on {source}; create those of its data with: finetune data doctor "
+            f"{shlex.quote(source)} --out DIR"
+        )
 
     def describe(self, split: str, mistake: Mapping[str, Any], digest: str | None) -> str:
         """Return the doctor's opinion of an image; "" if the doctor has not seen its split.
@@ -91,6 +116,13 @@ class DoctorFindings:
             if digest is None or image.get("digest") in (None, digest)
         ]
         return "; ".join(notes) or "nothing found"
+
+
+def _absolute(source: str) -> str:
+    """Return a source string with an absolute path."""
+    kind, path = split_source(source)
+    is_path = SOURCE_KINDS[kind].is_local if kind else True
+    return os.path.abspath(path) if is_path and "://" not in path else source
 
 
 def _join_names(names: str | list[str] | None) -> str:

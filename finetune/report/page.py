@@ -76,6 +76,9 @@ def write_report_pages(
     loaded_runs = [read_run(path) for path in paths]  # read all runs before writing anything
     check_comparable(loaded_runs)
     findings = None if doctor is None else DoctorFindings(Path(doctor))
+    if findings is not None:
+        for run in loaded_runs:
+            findings.warn_if_other_data(run)
     if len(paths) == 1:
         page = _resolve_output_file(out, REPORT_FILE, paths[0])
         report = _write_run_page(loaded_runs[0], page, None, findings)

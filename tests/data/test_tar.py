@@ -279,6 +279,8 @@ class TestHttpServer:
         source = open_source(f"tar:{server.url}/{PATTERN}")
         assert class_counts(source) == {"train": [9, 9], "test": [3, 3]}
         assert source.description == "4 tar shards, streamed"
+        upper_case = open_source(f"tar:{server.url.replace('http', 'HTTP')}/{PATTERN}")
+        assert class_counts(upper_case) == class_counts(source)
         server.error_responses = [503, 429]
         assert read_all_bytes(source) == expected_pngs(0, 18)
         assert source.splits["train"].name_of(7) == f"{server.url}/set-train-0001.tar row 1"

@@ -75,6 +75,24 @@ def test_the_page_shows_the_findings_and_links_to_the_page_of_the_doctor(
     assert 'href="../doctor/doctor.html"' in page
 
 
+def test_findings_of_other_data_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = write_and_read_run(tmp_path / "run")
+    doctor = write_findings(tmp_path / "doctor")
+    content = json.loads((doctor / "doctor.json").read_text())
+    splits = {"test": {"images": 1, "fingerprint": "ab"}}
+    for source, fingerprint, is_other in (
+        ("folder:photos", "cd", True),
+        ("folder:moved", "ab", False),
+        ("embedded:digits", "cd", False),
+    ):
+        caplog.clear()
+        text = json.dumps({**content, "source": source, "splits": splits})
+        (doctor / "doctor.json").write_text(text)
+        run.record["split_fingerprints"] = {"test": fingerprint}
+        DoctorFindings(doctor).warn_if_other_data(run)
+        assert ("these findings are of folder:photos" in caplog.text) == is_other
+
+
 def test_refuses_other_files(tmp_path: Path) -> None:
     with refused("recipe.wrong_value", "--doctor", "doctor.json"):
         DoctorFindings(tmp_path)

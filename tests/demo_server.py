@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from networks import build_network, randomize_head, save_network
 
+from finetune.errors import Interrupted
+
 CHROMIUM = "/usr/bin/chromium"
 # The suite blocks the network only in its own process; this does it in the demo's process.
 GUARD = """
@@ -135,7 +137,10 @@ def run_demo(model: str, *, setup_code: str = "", **environment: str) -> Iterato
         exec(f"{GUARD}\n{setup_code}", {})
         from finetune.demo.server import serve
 
-        serve(model, port=0)
+        try:
+            serve(model, port=0)
+        except Interrupted as stop:
+            raise SystemExit(stop.exit_code) from None
 
     with run_server(serve, **environment) as server:
         yield server

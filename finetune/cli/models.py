@@ -140,7 +140,7 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
         return CommandResult(written, f"{written['folder']}: {len(written['files'])} files")
     from finetune.demo.server import serve
 
-    return CommandResult(serve(model, host=host, port=port, share=share), "")
+    serve(model, host=host, port=port, share=share)
 
 
 @command("export", example="finetune export runs/quickstart --format onnx --out model.onnx")

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,7 @@ from finetune.demo.app import PageContent, build_app, import_gradio, theme_optio
 from finetune.demo.middleware import DemoMiddleware
 from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
 from finetune.demo.uploads import temporary_workspace
-from finetune.errors import SetupError
+from finetune.errors import Interrupted, SetupError
 from finetune.inference import Classifier
 from finetune.log import logger
 from finetune.web.access import is_loopback, resolve_port, trusted_hosts
@@ -41,7 +41,7 @@ def serve(
     port: int = 7860,
     share: bool = False,
     device: torch.device | str | None = None,
-) -> dict[str, Any]:
+) -> NoReturn:
     """Serve the demo page of a model until it is interrupted.
 
     Args:
@@ -50,8 +50,8 @@ def serve(
         port: port to listen on; 0 uses any free port.
         share: True to also create a public link through Gradio's server.
         device: the device to run on; None uses a GPU if available.
-    Returns: a dict with keys "model", "url" and "share_url", after the demo has ended.
-    Raises: SetupError if Gradio is not installed, or if listening or sharing fails.
+    Raises: Interrupted when a signal ends the demo; SetupError if Gradio is not installed, or if
+        listening or sharing fails.
     """
     import_gradio()
     port = resolve_port(host, port)
@@ -64,8 +64,7 @@ def serve(
             examples=copy_example_images(model, workspace / "examples"),
         )
         app = build_app(classifier, content)
-        url = run_server(app, workspace, host=host, port=port, share=share)
-        return {"model": model, "url": url, "share_url": app.share_url if share else None}
+        run_server(app, workspace, host=host, port=port, share=share)
 
 
 def run_server(
@@ -76,7 +75,7 @@ def run_server(
     port: int | None,
     share: bool = False,
     is_space: bool = False,
-) -> str:
+) -> NoReturn:
     """Run the server, log its address, and stop it on Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
@@ -86,14 +85,19 @@ def run_server(
         share: True to also create a public link.
         is_space: True if the server runs in a Space: the Hub then serves it under another address
             and inside a frame.
-    Returns: URL of the server.
-    Raises: SetupError if the public link cannot be created.
+    Raises: Interrupted after a signal; SetupError if the public link cannot be created.
     """
+    received: list[int] = []
     stop = threading.Event()
+
+    def end(signal_number: int) -> None:
+        received.append(signal_number)
+        stop.set()
+
     if not is_space:
         for name in ("GRADIO_ALLOWED_PATHS", "GRADIO_ROOT_PATH"):
             os.environ.pop(name, None)
-    with process_lifecycle.handle_interrupts(lambda _: stop.set()), limit_log_rate():
+    with process_lifecycle.handle_interrupts(end), limit_log_rate():
         app.launch(
             server_name=f"[{host}]" if host is not None and host.count(":") > 1 else host,
             server_port=port,
@@ -130,8 +134,7 @@ def run_server(
             stop.wait()
         finally:
             _close_server(app)
-    logger.info("the demo has ended")
-    return url
+    raise Interrupted("the demo has ended", received[0])
 
 
 def _build_middleware(app: Any, workspace: Path, *, host: str | None, is_space: bool) -> list[Any]:

@@ -30,7 +30,7 @@ from finetune.demo.model_summary import (
 )
 from finetune.demo.server import run_server
 from finetune.demo.uploads import temporary_workspace
-from finetune.errors import RecipeError, SetupError
+from finetune.errors import Interrupted, RecipeError, SetupError
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
 from finetune.models.build import build_model
@@ -142,7 +142,10 @@ def run_space(folder: Path) -> None:
         app = build_app(classifier, content)
         # on the Hub, Gradio's environment variables define where to listen
         host = None if is_space else os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
-        run_server(app, workspace, host=host, port=None, is_space=is_space)
+        try:
+            run_server(app, workspace, host=host, port=None, is_space=is_space)
+        except Interrupted as stop:
+            raise SystemExit(stop.exit_code) from None
 
 
 def _load_exported_classifier(

@@ -11,7 +11,7 @@ from bad_input import BadInput, check_bad_input, parametrize_bad_inputs
 from doubles import Double, replace_module
 
 from finetune.cli.main import main
-from finetune.errors import DataError
+from finetune.errors import DataError, Interrupted
 
 Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
@@ -77,10 +77,13 @@ def test_export(monkeypatch: Patch, capsys: Captured) -> None:
 
 
 def test_demo(monkeypatch: Patch, capsys: Captured) -> None:
-    serve, export = Double({}), Double({"folder": "space", "files": ["app.py"]})
+    serve, export = (
+        Double(Interrupted("the demo has ended", 15)),
+        Double({"folder": "space", "files": ["app.py"]}),
+    )
     replace_module(monkeypatch, "finetune.demo.server", serve=serve)
     replace_module(monkeypatch, "finetune.demo.space", export_space=export)
-    assert main(["demo", "runs/x", "--port", "0"]) == 0
+    assert main(["demo", "runs/x", "--port", "0"]) == 143
     assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
     assert main(["demo", "runs/x", "--export-space", "space"]) == 0
     assert export.calls == [(("runs/x", "space"), {})]

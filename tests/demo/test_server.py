@@ -30,6 +30,7 @@ from refusals import refused
 
 from finetune.demo import server as serve_module
 from finetune.demo.server import serve
+from finetune.errors import Interrupted
 from finetune.web.connections import MAX_CONNECTIONS
 
 
@@ -90,6 +91,23 @@ def test_failed_share_link_closes_the_server(tmp_path: Path) -> None:
     app = UnsharedApp()
     with refused("setup.unreachable", "--share"):
         serve_module.run_server(app, tmp_path, host="127.0.0.1", port=0, share=True)
+    assert app.is_closed
+
+
+class LocalApp(UnsharedApp):
+    """A page that sends SIGTERM to this process as soon as it is served."""
+
+    def launch(self, **_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_demo_that_is_stopped_raises_interrupted(tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    app = LocalApp()
+    app.server.config.http_protocol_class = object
+    with pytest.raises(Interrupted) as stopped:
+        serve_module.run_server(app, tmp_path, host="127.0.0.1", port=0)
+    assert stopped.value.exit_code == 143
     assert app.is_closed
 
 
@@ -179,7 +197,7 @@ class TestRequests:
         """Runs last, because it stops the server."""
         (path,) = json.loads(upload(server, "a.png", b"x")[1])
         assert http_request(server.url)[0] == 200
-        assert server.interrupt(signal.SIGHUP) == 0
+        assert server.interrupt(signal.SIGHUP) == 129
         assert not Path(path).parents[2].exists()
         log = "".join(server.lines)
         assert log.endswith("finetune: the demo has ended\n")

@@ -48,6 +48,13 @@ def change(image: Image.Image, kind: str, generator: np.random.Generator) -> Ima
     return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
+def write_image(image: Image.Image, folder: Path, name: str) -> str:
+    """Write an image to a new file of a folder. Returns: its name."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    image.save(folder / name)
+    return name
+
+
 def plant(source: Source, folder: Path, *, num_images: int, num_leaks: int) -> dict[str, str]:
     """Write the images with planted copies. Returns: the original of each copy."""
     generator, split = np.random.default_rng(0), source.splits["train"]
@@ -57,10 +64,7 @@ def plant(source: Source, folder: Path, *, num_images: int, num_leaks: int) -> d
 
     def write(image: Image.Image, part: str, row: int, suffix: str = "") -> str:
         label = source.class_names[int(split.labels[row])]
-        name = f"{part}/{label}/{row}{suffix}.png"
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        image.save(folder / name)
-        return name
+        return write_image(image, folder, f"{part}/{label}/{row}{suffix}.png")
 
     names = {row: write(Image.fromarray(split.decode(row)), "train", row) for row in rows}
     for number, row in enumerate(chosen):

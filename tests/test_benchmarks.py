@@ -77,3 +77,15 @@ def test_planted_problems(repository: Path, tmp_path: Path) -> None:
     assert (copies.split()[-1], leaks.split()[-1], wrong) == ("3", "40", "0")
     assert int(leaks.split()[0]) >= 8  # the mirror images, at least
     assert len(list(out.rglob("*.png"))) == 343
+
+
+@pytest.mark.faults
+def test_noise_recovery(repository: Path, tmp_path: Path) -> None:
+    options = ("--weights", "embedded:vit_nano", "--images", "300", "--epochs", "1", "--seeds", "0")
+    rows = run_script(
+        repository, "noise_recovery.py", "embedded:digits", str(tmp_path / "noise"), *options
+    )
+    names = [f"{version}, top-1 %" for version in ("noisy", "checked", "suggested", "clean")]
+    names += [f"recovered by {version}, %" for version in ("checked", "suggested")]
+    assert [row[0] for row in rows] == names
+    assert len(list(tmp_path.rglob("run.json"))) == 4

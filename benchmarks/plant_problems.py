@@ -21,6 +21,7 @@ from PIL import Image, ImageEnhance
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.doctor.features import choose_weights, compute_features
+from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.near_duplicates import find_near_duplicates
 from finetune.recipe.load import RunSection
 from finetune.training.accelerator import create_accelerator
@@ -94,12 +95,13 @@ def main() -> None:
     places = [(split, index) for split in splits for index in range(len(split))]
     names = [split.name_of(index).removeprefix(f"{folder}/") for split, index in places]
     accelerator = create_accelerator(RunSection())
+    facts = measure_pixels(lambda row: places[row][0].decode(places[row][1]), len(places))
     print("| network | copies found | leaks found | wrong copies | groups of other images |")
     print("|---|---|---|---|---|")
     for candidate in choose_weights(planted, options.weights, accelerator.device):
         features = compute_features(planted, candidate, accelerator)
         assert features is not None  # there is one process
-        groups = find_near_duplicates([features], lambda row: places[row][0].decode(places[row][1]))
+        groups = find_near_duplicates([find_feature_neighbors(features)], facts)
         group_of = {names[row]: number for number, group in enumerate(groups) for row in group}
         found = {copy for copy, name in copies.items() if copy in group_of and name in group_of}
         found = {copy for copy in found if group_of[copy] == group_of[copies[copy]]}

@@ -27,6 +27,7 @@ from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
 from finetune.doctor.class_overlap import find_class_problems
 from finetune.doctor.features import choose_weights, compute_features, held_out_probabilities
+from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
     calibrate,
@@ -100,9 +101,11 @@ def diagnose(
         )
     features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
     copies = images.find_copies()
+    neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
+    facts = measure_pixels(images.decode, len(images))
     near = [
         rows[members].tolist()
-        for members in find_near_duplicates(features, lambda index: images.decode(rows[index]))
+        for members in find_near_duplicates(neighbors, [facts[row] for row in rows])
     ]
     same = _merge([*copies, *near], len(images))
     groups = [] if group is None else images.find_groups()
@@ -115,9 +118,9 @@ def diagnose(
     if run_NK is not None:
         probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
     errors = find_label_errors(probabilities_MK, labels)
-    unusual = find_pixel_problems(images.decode, len(images))
+    unusual = find_pixel_problems(facts)
     outliers = {each.row: each for each in unusual}
-    for each in find_feature_outliers(features, labels):
+    for each in find_feature_outliers(neighbors, labels):
         row = int(rows[each.row])
         outliers.setdefault(row, Outlier(row, each.reason, each.score))
     leaks = [each for each in same if images.spans_splits(each)]

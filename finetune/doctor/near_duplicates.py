@@ -16,50 +16,47 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import functional
 
-from finetune.data.thread_pool import thread_map
-from finetune.errors import DataError
-from finetune.host_resources import num_cores
+from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, PixelFacts, nearest_images
 from finetune.progress import item_bar
 
-__all__ = ["center_features", "find_near_duplicates", "nearest_images"]
+__all__ = ["find_near_duplicates"]
 
 NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
-MAX_WIDTH = 192  # principal components of the features, for speed
 MIN_COARSE_CORRELATION = 0.82
 MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.82  # measured: docs/doctor.md
 MIN_OVERLAP = 0.6  # share of the image's area
 NUM_RANDOM_PAIRS = 1024
 MIN_IMAGES_TO_CALIBRATE = 50
 EXPECTED_FALSE_PAIRS = 0.01  # per image, if its nearest image were one of N random images
-_S, _T = 32, 8
+_S, _T = THUMBNAIL_SIDE, 8
 _CROP_SIZES = ((1.0, 1), (0.9, 3), (0.8, 4), (0.7, 6))  # side, positions per axis
 _REGISTRATION_STEPS = 5
 
 
 @torch.inference_mode()
 def find_near_duplicates(
-    features: Sequence[NDArray[np.float32]], decode: Callable[[int], NDArray[np.uint8]]
+    neighbors: Sequence[Neighbors], facts: Sequence[PixelFacts | None]
 ) -> list[list[int]]:
     """Find groups of images that show the same photo.
 
     Args:
-        features: features (N, D) of the images from each network; at least one.
-        decode: function that returns image i as (H, W, 3) uint8; called from several threads. An
-            image for which it raises a DataError has no duplicates.
+        neighbors: the nearest images by the features of each network; at least one.
+        facts: thumbnails of the N images; an unreadable image, None, has no duplicates.
     Returns: groups of two or more image indices, ascending; the surest group first. Each image is
         confirmed as a copy of at least one other of its group.
     """
-    num_images = len(features[0])
-    thumbnails_NSS = _make_thumbnails(decode, num_images)
-    candidates = [_nearest_pairs(values_ND, NUM_NEIGHBORS) for values_ND in features]
-    candidates.append(_nearest_pairs(_shrink(thumbnails_NSS).numpy(), NUM_PIXEL_NEIGHBORS))
+    num_images = len(facts)
+    blank_SS = np.zeros((_S, _S), np.uint8)
+    thumbnails = [blank_SS if each is None else each.thumbnail_SS for each in facts]
+    thumbnails_NSS = torch.from_numpy(np.stack(thumbnails))
+    candidates = [_nearest_pairs(each, NUM_NEIGHBORS) for each in neighbors]
+    by_pixels = nearest_images(_shrink(thumbnails_NSS), NUM_PIXEL_NEIGHBORS)
+    candidates.append(_nearest_pairs(by_pixels, NUM_PIXEL_NEIGHBORS))
     pairs_P2 = torch.unique(torch.cat(candidates), dim=0)
     with item_bar(2 * len(pairs_P2), label="comparisons", unit="pair") as bar:
         correlation_P, detail_P = _compare(
@@ -82,64 +79,12 @@ def find_near_duplicates(
     return list(groups.values())
 
 
-def center_features(features_ND: NDArray[np.float32]) -> Tensor:
-    """Return features without their mean, reduced to at most `MAX_WIDTH` principal components."""
-    values_ND = torch.from_numpy(np.require(features_ND, requirements=["C", "W"]))
-    num_images, width = values_ND.shape
-    mean = values_ND.mean(0)
-    if width <= MAX_WIDTH:
-        return values_ND - mean
-    covariance = values_ND.T @ values_ND / num_images - mean[:, None] * mean
-    components = torch.linalg.eigh(covariance).eigenvectors[:, -MAX_WIDTH:]
-    return values_ND @ components - mean @ components
-
-
-def nearest_images(values_ND: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:
-    """Find the nearest images in Euclidean distance.
-
-    Returns: squared distances and indices (N, k), the nearest first; k is at most N - 1.
-    """
-    num_images, norms_N = len(values_ND), values_ND.square().sum(1)
-    blocks = []
-    with item_bar(num_images, label="nearest images") as bar:
-        for rows in torch.arange(num_images).split(512):  # 120 MB for 60,000 images
-            closeness = torch.addmm(norms_N, values_ND[rows], values_ND.T, beta=-0.5)
-            closeness[torch.arange(len(rows)), rows] = -torch.inf
-            blocks.append(closeness.topk(min(num_neighbors, num_images - 1), dim=1))
-            bar.update(len(rows))
-    closeness_Nk, indices_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return (norms_N[:, None] - 2 * closeness_Nk).clamp(min=0), indices_Nk
-
-
-def _nearest_pairs(features_ND: NDArray[np.float32], num_neighbors: int) -> Tensor:
-    """Return pairs (P, 2) of each image and its nearest images, the smaller index first.
-
-    These are the nearest in cosine similarity of the centered features.
-    """
-    values_ND = functional.normalize(center_features(features_ND), dim=1)
-    _, nearest = nearest_images(values_ND, num_neighbors)
+def _nearest_pairs(neighbors: Neighbors, num_neighbors: int) -> Tensor:
+    """Return pairs (P, 2) of each image and its most similar neighbors, the smaller index first."""
+    best = neighbors.similarities_Nk.topk(min(num_neighbors, neighbors.indices_Nk.shape[1])).indices
+    nearest = neighbors.indices_Nk.gather(1, best)
     rows = torch.arange(len(nearest))[:, None].expand_as(nearest)
     return torch.stack([rows, nearest], dim=2).flatten(0, 1).sort(dim=1).values
-
-
-def _make_thumbnails(decode: Callable[[int], NDArray[np.uint8]], num_images: int) -> Tensor:
-    """Return gray thumbnails (N, S, S) uint8; zeros for unreadable images."""
-
-    def make(index: int) -> NDArray[np.uint8] | None:
-        try:
-            pixels = decode(index)
-        except DataError:
-            return None
-        image = Image.fromarray(pixels).convert("L")
-        return np.asarray(image.resize((_S, _S), Image.Resampling.BILINEAR, reducing_gap=2.0))
-
-    thumbnails = np.zeros((num_images, _S, _S), np.uint8)
-    with item_bar(num_images, label="thumbnails") as bar:
-        for index, thumbnail in enumerate(thread_map(make, range(num_images), num_cores())):
-            if thumbnail is not None:
-                thumbnails[index] = thumbnail
-            bar.update()
-    return torch.from_numpy(thumbnails)
 
 
 def _shrink(thumbnails_NSS: Tensor) -> Tensor:

@@ -1,26 +1,20 @@
 """Outliers: images far from all others, and images with unusual pixels."""
 
-# N images, D width, k neighbors
+# N images, K classes
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from finetune.data.thread_pool import thread_map
-from finetune.doctor.near_duplicates import center_features, nearest_images
-from finetune.errors import DataError
-from finetune.host_resources import num_cores
-from finetune.progress import item_bar
+from finetune.doctor.image_scan import Neighbors, PixelFacts
 
 __all__ = ["Outlier", "find_feature_outliers", "find_pixel_problems"]
 
-NUM_NEIGHBORS = 10
 MAX_DEVIATION = 4.5  # robust standard deviations; measured: docs/doctor.md
 MIN_CLASS_SIZE = 20  # smaller classes are compared with all images
 MIN_CONTRAST = 8  # of 255
@@ -43,15 +37,14 @@ class Outlier(NamedTuple):
     score: float
 
 
-@torch.inference_mode()
 def find_feature_outliers(
-    features: Sequence[NDArray[np.float32]], labels: NDArray[np.int64]
+    neighbors: Sequence[Neighbors], labels: NDArray[np.int64]
 ) -> list[Outlier]:
     """Find images that are far from their nearest neighbors, compared with images of their class.
 
     Args:
-        features: features (N, D) of the images from each network; the logarithms of the
-            distances to the tenth neighbor are averaged.
+        neighbors: the nearest images by the features of each network; the logarithms of the
+            distances to the last neighbor are averaged.
         labels: class indices (N,), or indicators (N, K), for which all images are one class.
     Returns: the outliers, the farthest first.
     """
@@ -59,9 +52,8 @@ def find_feature_outliers(
     if num_images < MIN_CLASS_SIZE:
         return []
     distances_N = np.zeros(num_images)
-    for values_ND in features:
-        squared_Nk, _ = nearest_images(center_features(values_ND), NUM_NEIGHBORS)
-        distances_N += squared_Nk[:, -1].clamp(min=1e-12).log().numpy() / len(features)
+    for each in neighbors:
+        distances_N += each.squared_Nk[:, -1].clamp(min=1e-12).log().numpy() / len(neighbors)
     deviations_N = _deviations(distances_N)
     if labels.ndim == 1:
         for label in np.unique(labels):
@@ -81,44 +73,18 @@ def _deviations(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (values - median) / max(1.4826 * mad, 1e-6)
 
 
-class _PixelFacts(NamedTuple):
-    height: int
-    width: int
-    dark: float  # 1 % of the pixels are darker, of 255
-    bright: float  # 1 % are brighter
-
-
-def find_pixel_problems(
-    decode: Callable[[int], NDArray[np.uint8]], num_images: int
-) -> list[Outlier]:
+def find_pixel_problems(facts: Sequence[PixelFacts | None]) -> list[Outlier]:
     """Find images that cannot be decoded, or that are blank, tiny, too dark, too bright or narrow.
 
     Size and shape are compared with the median image.
 
     Args:
-        decode: function that returns image i as (H, W, 3) uint8; called from several threads. It
-            raises a DataError for an unreadable image.
+        facts: what is known of each image; None for an unreadable one.
     Returns: at most one problem for each image, the surest first.
     """
-
-    def measure(index: int) -> _PixelFacts | None:
-        try:
-            pixels = decode(index)
-        except DataError:
-            return None
-        height, width = pixels.shape[:2]
-        step = max(1, min(height, width) // 256)
-        dark, bright = np.quantile(pixels[::step, ::step].mean(axis=2), [0.01, 0.99])
-        return _PixelFacts(height, width, float(dark), float(bright))
-
-    facts: list[_PixelFacts | None] = []
-    with item_bar(num_images, label="pixels") as bar:
-        for each in thread_map(measure, range(num_images), num_cores()):
-            facts.append(each)
-            bar.update()
     readable = [each for each in facts if each is not None]
     if not readable:
-        return [Outlier(row, "unreadable", 1.0) for row in range(num_images)]
+        return [Outlier(row, "unreadable", 1.0) for row in range(len(facts))]
     side = float(np.median([min(each.height, each.width) for each in readable]))
     shape = float(np.median([math.log(each.width / each.height) for each in readable]))
     found = ((row, _classify(each, side, shape)) for row, each in enumerate(facts))
@@ -126,7 +92,7 @@ def find_pixel_problems(
 
 
 def _classify(
-    facts: _PixelFacts | None, median_side: float, median_shape: float
+    facts: PixelFacts | None, median_side: float, median_shape: float
 ) -> tuple[str, float] | None:
     """Return the reason and the score of an image's worst problem."""
     if facts is None:

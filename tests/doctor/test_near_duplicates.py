@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageEnhance, ImageFilter
 from sklearn.datasets import load_digits
 
+from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.near_duplicates import find_near_duplicates
 from finetune.errors import DataError
 
@@ -59,8 +60,13 @@ def random_features(num_images: int, copies: dict[int, int]) -> np.ndarray:
     return features
 
 
+def search(features: list[np.ndarray], decode: Callable[[int], np.ndarray]) -> list[list[int]]:
+    neighbors = [find_feature_neighbors(each) for each in features]
+    return find_near_duplicates(neighbors, measure_pixels(decode, len(features[0])))
+
+
 def find(images: list[Image.Image], features: list[np.ndarray]) -> list[list[int]]:
-    return find_near_duplicates(features, lambda i: np.asarray(images[i].convert("RGB")))
+    return search(features, lambda i: np.asarray(images[i].convert("RGB")))
 
 
 def test_each_kind_of_copy_is_found() -> None:
@@ -105,12 +111,12 @@ def test_unreadable_and_too_few_images() -> None:
             raise DataError("1.png: cannot be decoded; replace it")
         return photo
 
-    assert find_near_duplicates([random_features(4, {1: 0, 2: 0})], decode) == [[0, 2, 3]]
-    assert find_near_duplicates([random_features(1, {})], decode) == []
+    assert search([random_features(4, {1: 0, 2: 0})], decode) == [[0, 2, 3]]
+    assert search([random_features(1, {})], decode) == []
 
 
 @pytest.mark.parametrize("width", [8, 300])
 def test_constant_features(width: int) -> None:
     photo = np.asarray(draw_photo(0))
     features = [np.ones((3, width), np.float32)]
-    assert find_near_duplicates(features, lambda index: photo) == [[0, 1, 2]]
+    assert search(features, lambda index: photo) == [[0, 1, 2]]

@@ -101,7 +101,7 @@ def main() -> None:
     for candidate in choose_weights(planted, options.weights, accelerator.device):
         features = compute_features(planted, candidate, accelerator)
         assert features is not None  # there is one process
-        groups = find_near_duplicates([find_feature_neighbors(features)], facts)
+        groups, _ = find_near_duplicates([find_feature_neighbors(features)], facts)
         group_of = {names[row]: number for number, group in enumerate(groups) for row in group}
         found = {copy for copy, name in copies.items() if copy in group_of and name in group_of}
         found = {copy for copy in found if group_of[copy] == group_of[copies[copy]]}

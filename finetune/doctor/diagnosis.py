@@ -49,7 +49,7 @@ __all__ = ["diagnose", "format_diagnosis"]
 
 _NUM_NEIGHBORS = 4
 _CHUNK_ERRORS = 256  # label errors whose neighbors are computed at once
-# of near-duplicates, measured with planted ones
+# of near-duplicates, measured with planted ones; the precision if none is wrong by chance
 _MIN_PRECISION, _MIN_RECALL = 0.95, 0.94
 _NUM_LISTED = 5  # findings of each kind in the summary
 
@@ -103,10 +103,9 @@ def diagnose(
     copies = images.find_copies()
     neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
     facts = measure_pixels(images.decode, len(images))
-    near = [
-        rows[members].tolist()
-        for members in find_near_duplicates(neighbors, [facts[row] for row in rows])
-    ]
+    found, wrong = find_near_duplicates(neighbors, [facts[row] for row in rows])
+    near = [rows[members].tolist() for members in found]
+    wrong_by_row = {group[0]: float(each) for group, each in zip(near, wrong, strict=True)}
     same = _merge([*copies, *near], len(images))
     groups = [] if group is None else images.find_groups()
     probabilities_MK = out_of_fold_probabilities(
@@ -158,8 +157,8 @@ def diagnose(
         "groups": images.describe_groups(filter(images.spans_splits, groups)),
         "expected": {
             "label_errors": _interval(*errors.expected),
-            "duplicates": _expect_groups(duplicates, copies),
-            "leaks": _expect_groups(leaks, copies),
+            "duplicates": _expect_groups(duplicates, copies, wrong_by_row),
+            "leaks": _expect_groups(leaks, copies, wrong_by_row),
             # unusual pixels are certain; an image far from all others may be a rare, good one
             "outliers": _interval(len(outliers), len(unusual), len(outliers)),
         },
@@ -234,14 +233,24 @@ def _interval(
 
 
 def _expect_groups(
-    found: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]
+    found: Sequence[Sequence[int]],
+    copies: Sequence[Sequence[int]],
+    wrong_by_row: Mapping[int, float],
 ) -> dict[str, float]:
-    """Return the expected number of groups: copies are certain, near-duplicates are not."""
+    """Return the expected number of groups: copies are certain, near-duplicates are not.
+
+    Args:
+        wrong_by_row: probability that a group of near-duplicates is wrong, by its first row.
+    """
     is_copied = set(itertools.chain.from_iterable(copies))
-    num_near = sum(is_copied.isdisjoint(group) for group in found)
+    near = [group for group in found if is_copied.isdisjoint(group)]
+    # a group that was merged from several is right if one of them is
+    wrong = [min(wrong_by_row.get(row, 1.0) for row in group) for group in near]
+    num_wrong, num_near = sum(wrong), len(near)
+    margin = 2 * math.sqrt(num_wrong) + (1 - _MIN_PRECISION) * num_near
     return _interval(
-        len(found),
-        len(found) - (1 - _MIN_PRECISION) * num_near,
+        len(found) - num_wrong,
+        len(found) - min(num_wrong + margin, num_near),
         len(found) + (1 / _MIN_RECALL - 1) * num_near,
     )
 

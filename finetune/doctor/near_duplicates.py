@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.nn import functional
 from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, PixelFacts, nearest_images
 from finetune.progress import item_bar
 
-__all__ = ["find_near_duplicates"]
+__all__ = ["find_near_duplicates", "wrong_probabilities"]
 
 NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
 MIN_COARSE_CORRELATION = 0.82
@@ -32,6 +33,7 @@ MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.82  # measured: docs/doctor.md
 MIN_OVERLAP = 0.6  # share of the image's area
 NUM_RANDOM_PAIRS = 1024
 MIN_IMAGES_TO_CALIBRATE = 50
+TAIL_WINDOW = 0.3  # in Fisher's z: width of the two windows below the limit
 EXPECTED_FALSE_PAIRS = 0.01  # per image, if its nearest image were one of N random images
 _S, _T = THUMBNAIL_SIDE, 8
 _CROP_SIZES = ((1.0, 1), (0.9, 3), (0.8, 4), (0.7, 6))  # side, positions per axis
@@ -41,14 +43,15 @@ _REGISTRATION_STEPS = 5
 @torch.inference_mode()
 def find_near_duplicates(
     neighbors: Sequence[Neighbors], facts: Sequence[PixelFacts | None]
-) -> list[list[int]]:
+) -> tuple[list[list[int]], NDArray[np.float64]]:
     """Find groups of images that show the same photo.
 
     Args:
         neighbors: the nearest images by the features of each network; at least one.
         facts: thumbnails of the N images; an unreadable image, None, has no duplicates.
-    Returns: groups of two or more image indices, ascending; the surest group first. Each image is
-        confirmed as a copy of at least one other of its group.
+    Returns: groups of two or more image indices, ascending, the surest group first; and the
+        probability of each group that it is wrong. Each image is confirmed as a copy of at least
+        one other of its group.
     """
     num_images = len(facts)
     blank_SS = np.zeros((_S, _S), np.uint8)
@@ -72,11 +75,41 @@ def find_near_duplicates(
         group = int(group_N[first])
         best[group] = max(best.get(group, 0.0), float(score))
     order = sorted(best, key=lambda group: (-best[group], group))
-    members = np.flatnonzero(np.isin(group_N, order))
     groups: dict[int, list[int]] = {group: [] for group in order}
-    for index in members:
+    for index in np.flatnonzero(np.isin(group_N, order)):
         groups[int(group_N[index])].append(int(index))
-    return list(groups.values())
+    best_scores = np.array([best[group] for group in order])
+    registered = detail_P[correlation_P >= MIN_CORRELATION].numpy()
+    return list(groups.values()), wrong_probabilities(registered, min_detail, best_scores)
+
+
+def wrong_probabilities(
+    detail_P: NDArray[np.float32], min_detail: float, best: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Estimate the probability that groups are wrong, from the pairs just below the limit.
+
+    Similar images that are no copies have an exponential tail of the transformed correlation. It is
+    fitted to two windows below the limit, and extrapolated above it. Copies in these windows only
+    make the estimate too pessimistic.
+
+    Args:
+        detail_P: correlation of detail of the compared pairs.
+        min_detail: the limit above which a pair is confirmed.
+        best: highest correlation of detail in each group.
+    Returns: among pairs that correlate about as well as the best of the group, the expected number
+        of wrong ones divided by the number of all; at most 1.
+    """
+    excess_P, excess = (
+        (np.arctanh(np.minimum(each, 0.9999)) - math.atanh(min_detail)) / TAIL_WINDOW
+        for each in (detail_P, best)
+    )
+    far, near = np.histogram(excess_P, [-2, -1, 0])[0]
+    # without an end of the tail in sight, all confirmed pairs may be wrong
+    decay = min(near / max(far, 1), 0.9)
+    window_P, window = (np.maximum(each, -3).astype(np.int64) for each in (excess_P, excess))
+    num_pairs = np.bincount(window_P[excess_P >= 0], minlength=window.max(initial=0) + 1)
+    expected_wrong = near * decay ** (window + 1.0)
+    return np.minimum(expected_wrong / np.maximum(num_pairs[window], 1), 1.0)
 
 
 def _nearest_pairs(neighbors: Neighbors, num_neighbors: int) -> Tensor:

@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from sklearn.datasets import load_digits
 
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
-from finetune.doctor.near_duplicates import find_near_duplicates
+from finetune.doctor.near_duplicates import find_near_duplicates, wrong_probabilities
 from finetune.errors import DataError
 
 
@@ -62,7 +62,9 @@ def random_features(num_images: int, copies: dict[int, int]) -> np.ndarray:
 
 def search(features: list[np.ndarray], decode: Callable[[int], np.ndarray]) -> list[list[int]]:
     neighbors = [find_feature_neighbors(each) for each in features]
-    return find_near_duplicates(neighbors, measure_pixels(decode, len(features[0])))
+    groups, wrong = find_near_duplicates(neighbors, measure_pixels(decode, len(features[0])))
+    assert len(wrong) == len(groups)
+    return groups
 
 
 def find(images: list[Image.Image], features: list[np.ndarray]) -> list[list[int]]:
@@ -120,3 +122,30 @@ def test_constant_features(width: int) -> None:
     photo = np.asarray(draw_photo(0))
     features = [np.ones((3, width), np.float32)]
     assert search(features, lambda index: photo) == [[0, 1, 2]]
+
+
+def test_wrong_groups_are_expected_where_similar_images_reach_the_limit() -> None:
+    rng = np.random.default_rng(0)
+    limit, copies = 0.82, np.full(30, 0.98)
+
+    def expect(num_similar: int) -> tuple[float, int]:
+        """Return the expected and the true number of wrong groups, if each pair is a group."""
+        similar = np.tanh(rng.exponential(0.2, num_similar))
+        confirmed = np.concatenate([copies, similar[similar >= limit]])
+        detail = np.concatenate([copies, similar])
+        expected = wrong_probabilities(detail, limit, confirmed).sum()
+        return expected, len(confirmed) - len(copies)
+
+    expected, true = expect(20_000)
+    assert true > 30
+    assert abs(expected - true) <= 2 * (true + expected) ** 0.5
+    assert expect(100)[0] <= 2
+    assert expect(0) == (0.0, 0)
+
+
+def test_sure_groups_are_right_although_others_are_not() -> None:
+    similar = np.tanh(np.random.default_rng(0).exponential(0.2, 20_000))
+    detail = np.concatenate([similar, np.full(10, 0.999)])
+    probabilities = wrong_probabilities(detail, 0.82, np.array([0.999, 0.83]))
+    assert probabilities[0] < 0.1
+    assert probabilities[1] > 0.5

@@ -52,6 +52,7 @@ def write_findings(
         "classes": names,
         "multilabel": train.is_multilabel,
         "weights": ["embedded:vit_nano"],
+        "seen_in_training": {},
         "splits": {
             name: {"images": len(split), "fingerprint": split.fingerprint}
             for name, split in source.splits.items()

@@ -26,7 +26,12 @@ from pydantic import TypeAdapter, ValidationError
 from finetune.data.open_source import open_source
 from finetune.data.source import Source, Split
 from finetune.doctor.class_overlap import find_class_problems
-from finetune.doctor.features import choose_weights, compute_features, held_out_probabilities
+from finetune.doctor.features import (
+    choose_weights,
+    compute_features,
+    count_trained_images,
+    held_out_probabilities,
+)
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
@@ -129,6 +134,13 @@ def diagnose(
         "classes": opened.class_names,
         "multilabel": multilabel,
         "weights": [each.name for each in candidates],
+        "seen_in_training": {
+            name: count
+            for name in dict.fromkeys(
+                [*(each.name for each in candidates), *([run] if run else [])]
+            )
+            if (count := count_trained_images(name, opened))
+        },
         "splits": {
             name: {"images": len(split), "fingerprint": split.fingerprint}
             for name, split in opened.splits.items()
@@ -181,6 +193,12 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
         f"{diagnosis['source']}: {pluralize(num_images, 'image')}, "
         f"{len(diagnosis['classes'])} classes, features of {', '.join(diagnosis['weights'])}",
     ]
+    for name, count in diagnosis["seen_in_training"].items():
+        if count < num_images:
+            lines.append(
+                f"warning: {name} was trained on {count:,} of these {num_images:,} images; scores "
+                "of seen and unseen images cannot be compared, and may be too sure"
+            )
     errors, expected = diagnosis["label_errors"], diagnosis["expected"]["label_errors"]
     lines.append(
         f"label errors: {expected['count']:.0f} expected, between {math.floor(expected['low'])} "

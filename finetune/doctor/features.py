@@ -46,12 +46,12 @@ from finetune.transforms.pipeline import Pipeline
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["choose_weights", "compute_features", "held_out_probabilities"]
+__all__ = ["choose_weights", "compute_features", "count_trained_images", "held_out_probabilities"]
 
 _EVAL_SPEC = "resize"  # the whole image, without cropping
 # The second best network is used too, if it is nearly as accurate and not much slower.
 _MAX_ACCURACY_DIFFERENCE, _MAX_SLOWDOWN = 0.1, 2.0
-_IMAGES_PER_FILE = 8192  # a killed run loses the features of at most so many images
+IMAGES_PER_FILE = 8192  # a killed run loses the features of at most so many images
 
 
 def choose_weights(source: Source, names: Sequence[str], device: torch.device) -> list[Candidate]:
@@ -170,13 +170,12 @@ def _compute_outputs(
 
 def _parts(split: Split) -> list[Split]:
     """Divide a large split, so that a killed run continues with the next part."""
-    if len(split) <= _IMAGES_PER_FILE:
+    if len(split) <= IMAGES_PER_FILE:
         return [split]
     _ = None if split.is_streamed else split.digests  # once, not for each part
-    starts = range(0, len(split), _IMAGES_PER_FILE)
+    starts = range(0, len(split), IMAGES_PER_FILE)
     parts = [
-        split.subset(np.arange(start, min(start + _IMAGES_PER_FILE, len(split))))
-        for start in starts
+        split.subset(np.arange(start, min(start + IMAGES_PER_FILE, len(split)))) for start in starts
     ]
     if not split.is_streamed:
         for start, part in zip(starts, parts, strict=True):
@@ -240,6 +239,28 @@ def held_out_probabilities(
         if name in source.class_names:
             p_NK[rows, source.class_names.index(name)] = p_MK[:, k]
     return p_NK
+
+
+def count_trained_images(run: str, source: Source) -> int | None:
+    """Count the images of a source that a run was trained on, by their content.
+
+    Returns: None if it is unknown: `run` is no run directory, its data cannot be opened any more,
+        or images are streamed.
+    """
+    recipe = load_run_recipe(run)
+    if recipe is None or any(split.is_streamed for split in source.splits.values()):
+        return None
+    try:
+        train = open_data(recipe.data, recipe.run.seed).splits["train"]
+    except DataError:
+        return None
+    if train.is_streamed:
+        return None
+    trained = _digests(train)
+    return sum(
+        int((np.isin(_digests(split), trained) & split.digests.any(axis=1)).sum())
+        for split in source.splits.values()
+    )
 
 
 def _find_held_out(run_source: Source, source: Source) -> tuple[Source, NDArray[np.int64]]:

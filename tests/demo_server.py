@@ -140,6 +140,7 @@ def run_demo(model: str, *, setup_code: str = "", **environment: str) -> Iterato
         try:
             serve(model, port=0)
         except Interrupted as stop:
+            print(stop)  # as the command line does
             raise SystemExit(stop.exit_code) from None
 
     with run_server(serve, **environment) as server:

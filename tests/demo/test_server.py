@@ -200,6 +200,6 @@ class TestRequests:
         assert server.interrupt(signal.SIGHUP) == 129
         assert not Path(path).parents[2].exists()
         log = "".join(server.lines)
-        assert log.endswith("finetune: the demo has ended\n")
+        assert log.endswith("\nthe demo has ended\n")
         assert "OUTSIDE" not in log
         assert "Traceback" not in log

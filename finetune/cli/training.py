@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,13 @@ def train(
 
     check_override_conflicts(overrides)
     run = Path(out) if out else None
+    folder = Path(recipe)
+    if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():
+        raise RecipeError(
+            f"{recipe}: this run was stopped before it wrote its recipe, so nothing was trained; "
+            f"start it again: {shlex.join(['finetune', 'train', 'RECIPE', '--out', recipe])}",
+            code="recipe.not_a_run",
+        )
     if is_data_source(recipe):
         run = run or Path("runs") / default_run_name(recipe)
         if not (resume and (run / "recipe.yaml").is_file()):

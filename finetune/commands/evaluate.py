@@ -288,7 +288,10 @@ def format_evaluation(result: Mapping[str, Any]) -> str:
             f"ece {calibrated['ece']:.4f}"
         )
     if "temperature" in result:
-        lines.append(f"temperature {result['temperature']:.4g}, written to config.json")
+        lines.append(
+            f"temperature {result['temperature']:.4g}, fitted on '{result['split']}' of "
+            f"{result['data']}, written to config.json; the results.json of a run is unchanged"
+        )
     lines += _format_corruptions(result.get("corrupted", {}))
     table = _format_per_class(result) if "confusion" in result else _format_per_label(result)
     return "\n".join([*lines, "", table])

@@ -61,7 +61,13 @@ _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary(
 
 
 def resume_command(path: Path) -> str:
-    """Return the command line that continues the run in a folder, for messages."""
+    """Return the command line that continues the run in a folder, for messages.
+
+    For the folder of one of its stages, this is the command that continues the whole run.
+    """
+    whole_run = path.parent.parent
+    if path.parent.name == "stages" and (whole_run / "recipe.yaml").is_file():
+        path = whole_run
     return shlex.join(["finetune", "train", str(path), "--resume"])
 
 

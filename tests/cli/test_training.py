@@ -63,6 +63,17 @@ def test_a_run_directory_is_resumed_with_its_own_recipe(train: Double) -> None:
     )
 
 
+def test_a_run_that_stopped_before_it_had_a_recipe_is_started_again(
+    train: Double, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".lock").touch()
+    for options in ([], ["--resume"]):
+        assert main(["train", str(tmp_path), *options]) == 2
+        assert f"finetune train RECIPE --out {tmp_path}" in capsys.readouterr().err
+    assert not train.calls
+
+
 def test_text(train: Double, capsys: Captured) -> None:
     assert main(["train", "mine.yaml"]) == 0
     assert capsys.readouterr().out.splitlines() == [

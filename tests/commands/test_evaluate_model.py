@@ -186,6 +186,9 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
     fitted = evaluate_model(str(copy), data="embedded:digits", split="test", fit_temperature=True)
     stored = json.loads((copy / "config.json").read_text())["calibration"]
     assert stored == {"temperature": fitted["temperature"], "split": "test"}
+    text = format_evaluation(fitted)
+    assert "fitted on 'test' of embedded:digits, written to config.json" in text
+    assert "results.json" in text
     assert fitted["temperature"] != results["temperature"]
     assert (
         evaluate_model(str(copy), data="embedded:digits")["calibrated"]["temperature"]

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 from finetune.training.setup import TrainingSetup
 from finetune.training.stages import stage_folder
 from finetune.training.train import train
@@ -162,3 +162,11 @@ def test_folder_with_foreign_files_under_stages_is_refused(tmp_path: Path) -> No
     (tmp_path / "run" / "stages" / "1" / "mine.txt").touch()
     with refused("setup.not_a_run", "stages"):
         train(make_recipe(), tmp_path / "run")
+
+
+def test_commands_for_a_stage_continue_the_whole_run(tmp_path: Path) -> None:
+    stage = stage_folder(tmp_path / "run", 1)
+    assert resume_command(stage).endswith("run/stages/1 --resume")  # a run of its own
+    stage.mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").touch()
+    assert resume_command(stage) == f"finetune train {tmp_path / 'run'} --resume"

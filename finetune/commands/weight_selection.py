@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
+from finetune.data.groups import group_indices
 from finetune.data.source import Split
 from finetune.errors import FinetuneError, RecipeError, is_out_of_memory
 from finetune.evaluation.feature_extraction import compute_features, feature_batch_size
@@ -59,6 +61,7 @@ MIN_SCORED_IMAGES = 64  # in the first round; with fewer, two networks differ by
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
 MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
+_GROUP_FOLDS = 5  # if images have groups
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
@@ -340,6 +343,7 @@ class _Scorer:
         self.num_rounds_done = 0
         self._values: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[np.int64]] = []
+        self._groups: list[NDArray[np.object_]] = []
 
     def score_images(self, num_rounds: int) -> None:
         """Score the network on the images of the first rounds."""
@@ -350,7 +354,8 @@ class _Scorer:
         for split in new:
             self._compute_features(split)
         labels = np.concatenate(self._labels)
-        accuracy = leave_one_out_accuracy(np.concatenate(self._values), labels)
+        groups = np.concatenate(self._groups) if self._groups else None
+        accuracy = leave_one_out_accuracy(np.concatenate(self._values), labels, groups)
         self.score = replace(self.score, accuracy=accuracy, num_images=len(labels))
 
     def _compute_features(self, split: Split) -> None:
@@ -364,7 +369,10 @@ class _Scorer:
             )
         assert values_ND is not None, "this is the only process"
         self._values.append(values_ND)
-        self._labels.append(loader.store.split.labels)
+        scored = loader.store.split
+        self._labels.append(scored.labels)
+        if scored.groups is not None:
+            self._groups.append(scored.groups)
 
     def release_network(self) -> None:
         """Free the memory of the network, which computes no more features."""
@@ -413,16 +421,23 @@ def measure_seconds_per_image(setup: TrainingSetup, *, train: bool) -> float:
     return min(times[1:]) / batch_size
 
 
-def leave_one_out_accuracy(values_ND: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+def leave_one_out_accuracy(
+    values_ND: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    groups_N: NDArray[np.object_] | None = None,
+) -> float:
     """Return the leave-one-out accuracy of ridge regression on standardized features.
 
     Args:
         values_ND: features.
         labels: class indices (N,), or 0/1 indicators (N, K) for multi-label data.
+        groups_N: see `Split.groups`. If some images share a group, folds of whole groups are left
+            out instead, because an image predicts the others of its group too well.
     Returns: top-1 accuracy, or for multi-label data the mean average precision over classes.
     """
-    from sklearn.linear_model import RidgeClassifierCV
-    from sklearn.metrics import average_precision_score
+    from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
+    from sklearn.metrics import accuracy_score, average_precision_score
+    from sklearn.model_selection import GroupKFold, cross_val_predict
     from sklearn.preprocessing import StandardScaler
 
     if labels.ndim == 2:  # a class that no image or every image has cannot be scored
@@ -433,9 +448,23 @@ def leave_one_out_accuracy(values_ND: NDArray[np.float32], labels: NDArray[np.in
     def mean_average_precision(ridge: object, scores_NK: Any, *_: object, **__: object) -> float:
         return float(average_precision_score(labels, scores_NK))
 
-    ridge = RidgeClassifierCV(
-        _L2_WEIGHTS, scoring=mean_average_precision if labels.ndim == 2 else "accuracy"
-    )
+    inputs_ND = StandardScaler().fit_transform(values_ND)
+    numbers_N = np.arange(len(labels)) if groups_N is None else group_indices(groups_N)
+    num_groups = int(numbers_N.max()) + 1
     with threadpool_limits(1):  # the matrices are small: threads would wait for each other
-        ridge.fit(StandardScaler().fit_transform(values_ND), labels)
+        if 1 < num_groups < len(labels):
+            predict = partial(
+                cross_val_predict,
+                X=inputs_ND,
+                y=labels,
+                groups=numbers_N,
+                cv=GroupKFold(min(_GROUP_FOLDS, num_groups)),
+                method="decision_function" if labels.ndim == 2 else "predict",
+            )
+            score = average_precision_score if labels.ndim == 2 else accuracy_score
+            return max(float(score(labels, predict(RidgeClassifier(l2)))) for l2 in _L2_WEIGHTS)
+        ridge = RidgeClassifierCV(
+            _L2_WEIGHTS, scoring=mean_average_precision if labels.ndim == 2 else "accuracy"
+        )
+        ridge.fit(inputs_ND, labels)
     return float(ridge.best_score_)

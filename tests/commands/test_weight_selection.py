@@ -60,6 +60,21 @@ def test_leave_one_out_accuracy() -> None:
     assert leave_one_out_accuracy(noise, indicators) < 0.9
 
 
+def test_images_of_a_group_do_not_predict_each_other() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.permutation(np.arange(30) % 3).repeat(4)
+    groups = np.arange(30).repeat(4).astype(str).astype(object)
+    of_group = rng.normal(size=(30, 64)).astype(np.float32).repeat(4, axis=0)
+    values = of_group + 0.01 * rng.normal(size=of_group.shape).astype(np.float32)
+    assert leave_one_out_accuracy(values, labels) > 0.9
+    assert leave_one_out_accuracy(values, labels, groups) < 0.6
+    indicators = np.eye(3, dtype=np.uint8)[labels]
+    assert leave_one_out_accuracy(values, indicators) > 0.9
+    assert leave_one_out_accuracy(values, indicators, groups) < 0.6
+    single = np.full(len(labels), "", dtype=object)
+    assert leave_one_out_accuracy(values, labels, single) > 0.9
+
+
 def test_twice_the_time_must_bring_a_point_and_a_standard_error() -> None:
     fast = Score(NANO, 0.80, 10**6, 1e-3, "resize", has_batch_norm=False)
     slow = replace(fast, forward_seconds=4e-3)  # needs two points

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,7 +101,7 @@ def test_neighbors_have_the_given_and_the_suggested_label(
 
 
 def test_predictions_of_a_run_count_for_its_held_out_images(
-    image_folder: Path, tmp_path: Path
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = image_folder / "test"
     shutil.move(test / "red" / "red-1.png", test / "green" / "x.png")
@@ -118,3 +121,47 @@ def test_predictions_of_a_run_count_for_its_held_out_images(
     changed = {key for key, score in scores("both").items() if score != scores("alone")[key]}
     assert any(split == "test" for split, _ in changed)
     assert alone["weights"] == both["weights"]
+    assert (alone["seen_in_training"], both["seen_in_training"]) == ({}, {str(run): 21})
+    capsys.readouterr()
+    as_weights = diagnose(image_folder, tmp_path / "weights", "--weights", str(run))
+    assert as_weights["seen_in_training"] == {str(run): 21}
+    assert f"{run} was trained on 21 of these 36 images" in capsys.readouterr().out
+
+
+@pytest.mark.faults
+def test_a_killed_doctor_continues(image_folder: Path, tmp_path: Path) -> None:
+    """It is killed after each file of features; none is computed again."""
+    program = """if True:
+        import os, signal, sys
+        from finetune.cli.main import main
+        from finetune.doctor import features
+        from finetune.evaluation import feature_extraction
+        features.IMAGES_PER_FILE, write = 16, feature_extraction.write_cached_features
+        def write_and_stop(*arguments, **options):
+            write(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "killed":
+            feature_extraction.write_cached_features = write_and_stop
+        sys.exit(main(["data", "doctor", *sys.argv[2:]]))
+    """
+    command = [str(image_folder), "--out", str(tmp_path / "out"), *NANO]
+    environment = {**os.environ, "FINETUNE_CACHE": str(tmp_path / "cache")}
+
+    def run(mode: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, mode, *command],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+
+    for num_files in range(1, 4):  # 24 training images and 12 test images
+        done = run("killed")
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert len(list((tmp_path / "cache" / "features").glob("*.npy"))) == num_files
+    assert not (tmp_path / "out" / "doctor.json").exists()
+    assert run("killed").returncode == 0  # all are cached
+    continued = json.loads((tmp_path / "out" / "doctor.json").read_text())
+    uninterrupted = diagnose(image_folder, tmp_path / "other")
+    assert {**continued, "seconds": 0} == {**uninterrupted, "seconds": 0}

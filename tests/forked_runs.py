@@ -263,10 +263,10 @@ def train_until_kill_point(kill_at: int, recipe: Recipe, out: Path) -> None:
     train(recipe, out, resume=True)
 
 
-def train_until_killed(step: int, recipe: Recipe, out: Path) -> None:
+def train_until_killed(step: int, recipe: Recipe, out: Path, **options: Any) -> None:
     """Train in a child that ends by SIGKILL before its step number `step` from now on.
 
-    Pending checkpoints are written first.
+    Pending checkpoints are written first. `options` are those of `train`.
     """
 
     def work() -> None:
@@ -277,7 +277,7 @@ def train_until_killed(step: int, recipe: Recipe, out: Path) -> None:
             take_step(trainer, *arguments)
 
         TrainerState.train_step = step_after_save  # type: ignore[assignment, method-assign]
-        train(recipe, out, resume=True)
+        train(recipe, out, resume=True, **options)
 
     assert child_exit_code(work) == -signal.SIGKILL
 

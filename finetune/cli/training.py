@@ -50,14 +50,15 @@ def train(
     For a SOURCE of images (see `finetune start`), this command creates a recipe, prints it, and
     trains it.
 
-    With --resume, RECIPE may be a run directory.
+    With --resume, RECIPE may be a run directory. With --out as well, a new run starts from its
+    newest checkpoint that fits, for example to train longer: optim.steps=N.
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
     from finetune.run.directory import resume_command
 
     check_override_conflicts(overrides)
-    run = Path(out) if out else None
+    run, branch_from = Path(out) if out else None, None
     folder = Path(recipe)
     if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():
         raise RecipeError(
@@ -85,6 +86,8 @@ def train(
                 f"{resume_command(Path(recipe))}",
                 code="recipe.not_a_recipe",
             )
+        if run is not None and run.resolve() != Path(recipe).resolve():
+            branch_from = Path(recipe)
         recipe = str(Path(recipe) / "recipe.yaml")
     check_recipe_or_source(recipe)
     loaded, path = load_recipe(recipe, overrides), Path(recipe)
@@ -92,17 +95,26 @@ def train(
     has_run_files = any((path.parent / name).is_file() for name in ("run.json", ".lock"))
     is_run = path.name == "recipe.yaml" and has_run_files
     run = run or (path.parent if is_run else Path("runs") / path.stem)
-    return _train_recipe(loaded, run, resume=resume, dry_run=dry_run)
+    return _train_recipe(loaded, run, resume=resume, branch_from=branch_from, dry_run=dry_run)
 
 
-def _train_recipe(recipe: Recipe, run: Path, *, resume: bool, dry_run: bool) -> CommandResult:
+def _train_recipe(
+    recipe: Recipe, run: Path, *, resume: bool, branch_from: Path | None = None, dry_run: bool
+) -> CommandResult:
     # log before importing torch, which takes seconds
     logger.info(f"{recipe.model.name} on {recipe.data.source}, output in {run}")
     from finetune.training.train import train
 
     process_lifecycle.freeze_imports()
     seconds_before = process_lifecycle.seconds_since_start()
-    results = train(recipe, run, resume=resume, dry_run=dry_run, seconds_before=seconds_before)
+    results = train(
+        recipe,
+        run,
+        resume=resume,
+        branch_from=branch_from,
+        dry_run=dry_run,
+        seconds_before=seconds_before,
+    )
     if dry_run:
         return CommandResult(results, format_nested(results))
     return CommandResult(results, f"{format_results(results)}\n{format_next_steps(run)}")

@@ -191,6 +191,8 @@ class _Trial:
         network = loop.trainer.eval_model()
         parameters = list(setup.built.model.parameters())
         num_checkpoints = self.recipe.run.keep_checkpoints + 2  # the best, and the one in progress
+        if setup.decay_start_step is not None:
+            num_checkpoints += 2  # before the decay, and the best by then
         weight_bytes = sum(tensor.nbytes for tensor in network.state_dict().values())
         return {
             **loop.describe(),

@@ -473,8 +473,13 @@ class OptimSection(Section):
         description="layer-wise learning rate decay: the learning rate of each block (or stage) is "
         "this factor times that of the next one",
     )
-    schedule: Literal["constant", "linear", "cosine", "step"] = Field(
-        "cosine", description="learning rate schedule after the warmup"
+    schedule: Literal["constant", "linear", "cosine", "step", "wsd"] = Field(
+        "cosine",
+        description="learning rate schedule after the warmup; wsd: constant, then a linear decay "
+        "in the last steps (decay_ratio), so that the run can be lengthened",
+    )
+    decay_ratio: FiniteFloat = Field(
+        0.2, gt=0, le=1, description="share of the steps in which schedule wsd decays"
     )
     steps: Integer | None = Field(None, ge=1, description="optimizer steps; set this or epochs")
     epochs: FiniteFloat | None = Field(
@@ -488,7 +493,7 @@ class OptimSection(Section):
     )
     warmup_lr: FiniteFloat = Field(0.0, ge=0, description="learning rate at the first warmup step")
     min_lr: FiniteFloat = Field(
-        0.0, ge=0, description="final learning rate of schedules linear and cosine"
+        0.0, ge=0, description="final learning rate of schedules linear, cosine and wsd"
     )
     step_every: Integer | None = Field(
         None, ge=1, description="steps between two decays, for schedule step"
@@ -631,7 +636,10 @@ class RunSection(Section):
     )
     log_every: Integer = Field(10, ge=1, description="steps between log entries")
     keep_checkpoints: Integer = Field(
-        2, ge=1, description="number of most recent checkpoints to keep"
+        2,
+        ge=1,
+        description="number of most recent checkpoints to keep; the best one is kept too, and with "
+        "schedule wsd the one before the decay",
     )
     best: Literal[SelectionMetric, "last"] = Field(
         "val.top1",

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from finetune.errors import CheckpointError
 from finetune.run.directory import RunDir
-from finetune.run.integrity import load_json
 
 __all__ = [
     "CheckpointWriter",
@@ -266,16 +265,17 @@ class CheckpointWriter:
         finally:
             self._executor.shutdown()
 
-    def write(self, step: int, snapshot: Snapshot) -> None:
+    def write(self, step: int, snapshot: Snapshot, *, keep: int | None = None) -> None:
         """Start to write a checkpoint, after waiting for the previous one.
 
         Args:
             step: number of optimizer steps done.
             snapshot: the training state to write; the caller must not change it afterwards.
+            keep: step of a checkpoint that is kept like a newest one, if it exists.
         Raises: SetupError if the previous checkpoint could not be written.
         """
         self.wait()
-        self._pending_write = self._executor.submit(self._write_and_prune, step, snapshot)
+        self._pending_write = self._executor.submit(self._write_and_prune, step, snapshot, keep)
 
     def wait(self) -> None:
         """Wait until everything is written. Raises: SetupError if writing failed."""
@@ -291,19 +291,11 @@ class CheckpointWriter:
             self._pending_write = None
             pending.result()
 
-    def _write_and_prune(self, step: int, snapshot: Snapshot) -> None:
+    def _write_and_prune(self, step: int, snapshot: Snapshot, keep: int | None) -> None:
         run = self._run
         run.save_checkpoint(step, snapshot.write, num_bytes=snapshot.num_bytes())
-        newest = run.checkpoint_steps()[-self._num_newest :]
+        steps = run.checkpoint_steps()
+        kept = {*steps[-self._num_newest :], *(step for step in steps if step == keep)}
         run.prune_checkpoints(
-            {*newest, *(best for step in newest if (best := _best_step_at(run, step)))}
+            kept | {best for step in kept if (best := run.best_step_at(step)) is not None}
         )
-
-
-def _best_step_at(run: RunDir, step: int) -> int | None:
-    """Return the step of the best checkpoint, as recorded in the checkpoint of `step`."""
-    try:
-        best = load_json(run.checkpoint_folder(step) / "state.json")["best_step"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # damaged: a resume skips it, so its best one is not needed
-    return best if isinstance(best, int) else None

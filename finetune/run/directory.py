@@ -18,7 +18,7 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
@@ -376,13 +376,15 @@ class RunDir:
             return f"{folder / MANIFEST}: {type(error).__name__}: {error}"
         return None
 
-    def newest_intact_step(self) -> int | None:
+    def newest_intact_step(self, steps: Sequence[int] | None = None) -> int | None:
         """Find the newest intact checkpoint, and log a warning for each one that it skips.
 
-        Returns: the step of the newest intact one, or None if the run has no checkpoint yet.
+        Args:
+            steps: the checkpoints to choose from, ascending; None for all.
+        Returns: the step of the newest intact one, or None if there is no checkpoint.
         Raises: CheckpointError if all checkpoints are damaged.
         """
-        steps = self.checkpoint_steps()
+        steps = self.checkpoint_steps() if steps is None else steps
         for step in reversed(steps):
             problem = self.verify_checkpoint(step)
             if problem is None:
@@ -395,6 +397,39 @@ class RunDir:
                 code="checkpoint.damaged",
             )
         return None
+
+    def best_step_at(self, step: int) -> int | None:
+        """Return the step of the best checkpoint, as recorded in the checkpoint of `step`."""
+        try:
+            best = load_json(self.checkpoint_folder(step) / "state.json")["best_step"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # damaged: a resume skips it, so its best one is not needed
+        return best if isinstance(best, int) else None
+
+    def copy_checkpoint(self, source: RunDir, step: int) -> None:
+        """Copy an intact checkpoint of another run, as a checkpoint of this run.
+
+        Raises: CheckpointError if it changes meanwhile, because the other run is training;
+            SetupError if the disk is full or not writable.
+        """
+        folder = source.checkpoint_folder(step)
+
+        def copy_files(target: Path) -> None:
+            for name, entry in files.items():
+                copy = target / Path(name).name
+                shutil.copyfile(folder / name, copy)
+                if file_sha256(copy) != entry["sha256"]:
+                    raise FileNotFoundError(folder / name)
+
+        try:
+            files = load_json(folder / MANIFEST)["files"]
+            num_bytes = sum(entry["bytes"] for entry in files.values())
+            self.save_checkpoint(step, copy_files, num_bytes=num_bytes)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder}: was changed or removed while it was copied; run the command again",
+                code="checkpoint.damaged",
+            ) from error
 
     def prune_checkpoints(self, keep: set[int]) -> None:
         """Remove all checkpoints except those of the given steps."""

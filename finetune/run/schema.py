@@ -75,6 +75,7 @@ class RunRecord(TypedDict, total=False):
 
     id: str  # random id of the run, also in the manifests of its checkpoints
     started: str  # first start, ISO 8601
+    branched_from: dict[str, Any]  # id and step of the run whose checkpoint this run started from
     status: str  # "running", "done", "stopped (exit code)" or "failed (exit code)"
     error_code: str | None  # code of the error that ended the run; None without one
     versions: dict[str, Any]  # versions of Python and the packages

@@ -31,6 +31,8 @@ _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
+# Entries of run.json that are written at the end of a run.
+_END_OF_RUN_KEYS = {"error_code", "model_sha256", "metrics_sha256", "pushed", "results_sha256"}
 
 
 def start_or_resume(
@@ -40,6 +42,7 @@ def start_or_resume(
     precision: str,
     num_processes: int,
     resume: bool,
+    branch_from: RunDir | None = None,
     teacher: Mapping[str, Any] | None = None,
 ) -> int | None:
     """Prepare a new run, or check that the recorded run can continue with this recipe and data.
@@ -52,6 +55,9 @@ def start_or_resume(
         precision: "fp32", "bf16" or "fp16", resolved for this machine.
         num_processes: number of processes of the launch.
         resume: True if the user gave --resume.
+        branch_from: another run, of the same recipe or of another length; `run`, unless it has
+            checkpoints of its own, starts from the newest checkpoint of it that is also one of the
+            new length. None to train `run` alone.
         teacher: dict that describes the teacher, from `Distillation.teacher_info`; None without a
             teacher.
     Returns: the step to continue from; None if the run is already done.
@@ -64,39 +70,52 @@ def start_or_resume(
     record = read_record(run)
     fingerprints = setup.fingerprints()
     is_done = _is_done(run, record)
-    if not run.checkpoint_steps() and not is_done:
+    source = run  # the run that is continued
+    if branch_from is not None and not run.checkpoint_steps() and not is_done:
+        source, record = branch_from, read_record(branch_from)
+    is_branch = source is not run
+    if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        record = {"id": uuid.uuid4().hex, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        record = _new_id()
         record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:
             logger.warning(line)
     elif not record:
         raise CheckpointError(
-            f"{run.path / 'run.json'}: the file is missing, so the data cannot be checked; "
+            f"{source.path / 'run.json'}: the file is missing, so the data cannot be checked; "
             "restore it from a copy, or train in another --out",
             code="checkpoint.damaged",
         )
     else:
         # Use the number of images that the recorded run could read.
         setup = setup.with_num_samples(record.get("plan", {}).get("images_read", setup.num_samples))
-        _check_same_run(run, setup, record, precision=precision, fingerprints=fingerprints)
+        steps = _common_checkpoints(source, setup, record, is_branch=is_branch)
+        _check_same_run(
+            source,
+            setup,
+            record,
+            precision=precision,
+            fingerprints=fingerprints,
+            has_checkpoint=bool(steps) if is_branch else steps == source.checkpoint_steps(),
+            branch=run if is_branch else None,
+        )
         if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
             raise RecipeError(
-                f"{run.path}: started with different weights of the teacher {teacher['name']}; "
+                f"{source.path}: started with different weights of the teacher {teacher['name']}; "
                 "restore them, or choose another --out",
                 code="recipe.not_this_run",
             )
         if is_done and run.has_model() and setup.num_steps == _recorded_num_steps(record, setup):
             return None
-        start_step = run.newest_intact_step() or 0
+        start_step = source.newest_intact_step(steps if is_branch else None) or 0
         if (recorded_num_steps := _recorded_num_steps(record, setup)) != setup.num_steps:
             logger.info(
-                f"{run.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
+                f"{source.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
                 f"the learning rates up to step {start_step} are the same"
             )
     # Remove the skipped checkpoints after `start_step`, which would count as the newest.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
-    run.drop_metrics_after(start_step)
+    run.drop_metrics_after(0 if is_branch else start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
     record = {
         **record,
@@ -113,8 +132,34 @@ def start_or_resume(
     }
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
+    if is_branch and start_step:
+        record = {
+            **cast(RunRecord, {k: v for k, v in record.items() if k not in _END_OF_RUN_KEYS}),
+            **_new_id(),
+            "branched_from": {"run": record.get("id"), "step": start_step},
+        }
     write_record(run, record)
+    if is_branch and start_step:
+        _copy_history(source, run, step=start_step)
     return start_step
+
+
+def _new_id() -> RunRecord:
+    return {"id": uuid.uuid4().hex, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+
+
+def _copy_history(source: RunDir, run: RunDir, *, step: int) -> None:
+    """Copy the metrics up to a step, the best checkpoint by then, and last the step's checkpoint.
+
+    A kill leaves no checkpoint, or those of an earlier step, from which the run can continue.
+    """
+    for line in source.read_metrics():
+        if line["step"] <= step:
+            run.append_metrics(line)
+    best = source.best_step_at(step)
+    if best not in (None, step) and source.verify_checkpoint(best) is None:
+        run.copy_checkpoint(source, best)
+    run.copy_checkpoint(source, step)
 
 
 def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
@@ -156,9 +201,16 @@ def _check_same_run(
     *,
     precision: str,
     fingerprints: dict[str, str],
+    has_checkpoint: bool,
+    branch: RunDir | None,
 ) -> None:
     """Check that recipe, precision, weights and data are those of the recorded run.
 
+    Args:
+        has_checkpoint: True if a run of the new length can continue from its checkpoints.
+        branch: the run that starts from a checkpoint; None if the recorded run itself continues.
+
+    The other arguments are those of `start_or_resume`.
     Raises: RecipeError, WeightsError or DataError that names the difference.
     """
     differences = changed_training_keys(record.get("training_keys", {}), setup.recipe)
@@ -183,11 +235,26 @@ def _check_same_run(
     if not changed_splits and not setup.source.splits["train"].is_streamed:
         for key in LOCATION_KEYS:
             differences.pop(key, None)
-    if differences and not (
-        set(differences) <= _LENGTH_KEYS and _has_same_lr_so_far(run, setup, record)
-    ):
+    is_same_recipe = set(differences) <= _LENGTH_KEYS
+    if differences and not (is_same_recipe and has_checkpoint):
         read_recipe(run)  # its error if the run's own recipe.yaml was changed
         listed = "; ".join(f"{key}: {values}" for key, values in differences.items())
+        if is_same_recipe:
+            raise _cannot_lengthen(run, setup, record, listed=listed)
+        if branch is not None:
+            new_run = [
+                "finetune",
+                "train",
+                str(run.path / "recipe.yaml"),
+                "--out",
+                str(branch.path),
+            ]
+            raise RecipeError(
+                f"{run.path}: a run that starts from one of its checkpoints can only have another "
+                f"number of steps ({listed}); train from scratch: {shlex.join(new_run)}, with "
+                "these values",
+                code="recipe.not_this_run",
+            )
         raise RecipeError(
             f"{run.path}: cannot continue with a different recipe ({listed}); continue with the "
             f"run's own recipe: {resume_command(run.path)}, or start a new run with "
@@ -249,16 +316,71 @@ def _preprocessing_entry(setup: TrainingSetup) -> dict[str, Any]:
     return {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
 
 
-def _has_same_lr_so_far(run: RunDir, setup: TrainingSetup, record: RunRecord) -> bool:
-    """True if old and new run length have the same learning rates up to the last checkpoint.
+def _num_common_steps(setup: TrainingSetup, recorded_num_steps: int) -> int:
+    """Return the number of first steps that have the same learning rates in both run lengths.
 
-    They do so with a constant learning rate, and during the warm-up.
+    These are all steps of the shorter run with a constant learning rate, and otherwise those before
+    the decay, or in the warm-up.
+    """
+    num_steps = min(setup.num_steps, recorded_num_steps)
+    for step in range(num_steps):
+        if setup.lr_at(step) != setup.lr_at(step, total_steps=recorded_num_steps):
+            return step
+    return num_steps
+
+
+def _common_checkpoints(
+    run: RunDir, setup: TrainingSetup, record: RunRecord, *, is_branch: bool
+) -> list[int]:
+    """Return the steps of the checkpoints that a run of the new length could have written too.
+
+    Args:
+        is_branch: True to exclude a checkpoint after the evaluation at the end of the recorded run,
+            which a run of the new length would not have made.
     """
     recorded_num_steps = _recorded_num_steps(record, setup)
-    steps_done = max(run.checkpoint_steps(), default=0)
-    return steps_done <= setup.num_steps and all(
-        setup.lr_at(step) == setup.lr_at(step, total_steps=recorded_num_steps)
-        for step in range(steps_done)
+    num_common = _num_common_steps(setup, recorded_num_steps)
+    steps = [step for step in run.checkpoint_steps() if step <= num_common]
+    if not is_branch or setup.num_steps == recorded_num_steps:
+        return steps
+    return [
+        step
+        for step in steps
+        if step < setup.num_steps and (step < recorded_num_steps or setup.is_eval_step(step))
+    ]
+
+
+def _cannot_lengthen(
+    run: RunDir, setup: TrainingSetup, record: RunRecord, *, listed: str
+) -> RecipeError:
+    """Return the error for another number of steps, with the way to train it."""
+    optim, steps = setup.recipe.optim, run.checkpoint_steps()
+    num_common = _num_common_steps(setup, _recorded_num_steps(record, setup))
+    if optim.schedule in ("linear", "cosine"):
+        cause = f"the learning rates of optim.schedule={optim.schedule} depend on it"
+        fix = (
+            f"train it from scratch with {_new_out(run)}; with optim.schedule=wsd, a run can be "
+            "lengthened"
+        )
+    elif _common_checkpoints(run, setup, record, is_branch=True):
+        cause = (
+            f"the learning rates are the same only up to step {num_common}, and the last "
+            f"checkpoint is step {steps[-1]}"
+        )
+        length = f"steps={optim.steps}" if optim.steps else f"epochs={optim.epochs:g}"
+        fix = (
+            f"start a new run from an earlier one: {resume_command(run.path)} {_new_out(run)} "
+            f"optim.{length}"
+        )
+    else:
+        cause = (
+            f"the learning rates are the same only up to step {num_common}, and the first "
+            f"checkpoint is step {steps[0]}"
+        )
+        fix = f"train it from scratch with {_new_out(run)}"
+    return RecipeError(
+        f"{run.path}: cannot continue with another number of steps ({listed}): {cause}; {fix}",
+        code="recipe.not_this_run",
     )
 
 

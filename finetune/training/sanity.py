@@ -53,6 +53,7 @@ def _check_ignored_keys(recipe: Recipe) -> list[str]:
         ("warmup_lr", not (optim.warmup_steps or optim.warmup_epochs), "the run has no warm-up"),
         ("min_lr", optim.schedule == "constant", "the learning rate is constant"),
         ("step_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
+        ("decay_ratio", optim.schedule != "wsd", f"the schedule is {optim.schedule}"),
         ("layer_decay", recipe.model.freeze == "backbone", "only the head is trained"),
         ("momentum", not has_momentum, f"{optim.name} has none"),
         ("ema_warmup", not optim.ema_decay, "the run has no EMA"),

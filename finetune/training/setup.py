@@ -33,7 +33,7 @@ from finetune.models.build import build_model
 from finetune.models.save import BuiltModel
 from finetune.recipe.schema import Recipe
 from finetune.training.losses import AnyLoss, build_loss, check_class_weights
-from finetune.training.lr_schedule import lr_at
+from finetune.training.lr_schedule import decay_start_step, lr_at
 from finetune.transforms.eval_transforms import (
     build_pipeline,
     default_eval_spec,
@@ -199,6 +199,20 @@ class TrainingSetup:
             min_lr=optim.min_lr,
             step_every=optim.step_every,
             step_factor=optim.step_factor,
+            decay_ratio=optim.decay_ratio,
+        )
+
+    @property
+    def decay_start_step(self) -> int | None:
+        """The number of steps before the decay of schedule wsd; None for other schedules.
+
+        A run can be lengthened from its checkpoint of this step.
+        """
+        optim = self.recipe.optim
+        if optim.schedule != "wsd":
+            return None
+        return decay_start_step(
+            self.num_steps, warmup_steps=self.warmup_steps, decay_ratio=optim.decay_ratio
         )
 
     def is_eval_step(self, step: int) -> bool:
@@ -214,7 +228,7 @@ class TrainingSetup:
         """True if the run saves a checkpoint after `step` steps."""
         every = self.recipe.run.save_every
         is_due = self.is_eval_step(step) if every is None else step % every == 0
-        return is_due or step == self.num_steps
+        return is_due or step in (self.num_steps, self.decay_start_step)
 
     def build_loader(
         self, split: Split, *, train: bool, dtype: torch.dtype = torch.float32

@@ -66,6 +66,7 @@ def train(
     out: str | Path,
     *,
     resume: bool = False,
+    branch_from: str | Path | None = None,
     dry_run: bool = False,
     keep_process_group: bool = False,
     seconds_before: float = 0.0,
@@ -81,6 +82,9 @@ def train(
         out: path of the run directory.
         resume: True to continue from the newest intact checkpoint in `out`, or from step 0 if `out`
             has no checkpoint; False to refuse a directory that contains a run.
+        branch_from: another run directory, with `resume`: if `out` has no checkpoint, start from
+            the newest checkpoint of that run whose learning rates are those of this recipe, which
+            may differ only in its length.
         dry_run: True to check everything, but train and write nothing.
         keep_process_group: True to keep the process group for another run; destroy it later with
             `destroy_process_group`.
@@ -94,7 +98,10 @@ def train(
     if recipe.optim.stages:
         accelerator = create_accelerator(recipe.run, out=Path(out))
         # A checkpoint of the run itself means that all stages are done.
-        stages_done = not dry_run and run_on_main(accelerator, RunDir(out).checkpoint_steps)
+        stages_done = not dry_run and run_on_main(
+            accelerator,
+            lambda: any(RunDir(path).checkpoint_steps() for path in (out, branch_from or out)),
+        )
         if not dry_run and not stages_done:
             run_on_main(accelerator, lambda: _prepare_stages(recipe, Path(out), resume=resume))
         for number, stage in enumerate([] if stages_done else stage_recipes(recipe), start=1):
@@ -104,6 +111,7 @@ def train(
                 folder,
                 init_from=init_from,
                 resume=resume,
+                branch_from=None,
                 dry_run=dry_run,
                 keep_process_group=True,
                 started=time.perf_counter(),
@@ -114,6 +122,7 @@ def train(
         out,
         init_from=init_from,
         resume=resume,
+        branch_from=None if branch_from is None else RunDir(branch_from),
         dry_run=dry_run,
         keep_process_group=keep_process_group,
         started=started,
@@ -140,6 +149,7 @@ def _train(
     *,
     init_from: Path | None,
     resume: bool,
+    branch_from: RunDir | None,
     dry_run: bool,
     keep_process_group: bool,
     started: float,
@@ -181,7 +191,9 @@ def _train(
         run_on_main(accelerator, lambda: run.open(timeout_seconds=lock_timeout))
         start_step = run_on_main(
             accelerator,
-            lambda: start_or_resume(run, trainer.setup, resume=resume, **trainer.provenance()),
+            lambda: start_or_resume(
+                run, trainer.setup, resume=resume, branch_from=branch_from, **trainer.provenance()
+            ),
         )
         if start_step is None:  # the run is done already
             logger.info(

@@ -361,7 +361,7 @@ class TrainerState:
             counters.scaler = self.accelerator.scaler.state_dict()
         snapshot = self._capture_snapshot()
         if self.is_main_process:
-            self.checkpoint_writer.write(counters.step, snapshot)
+            self.checkpoint_writer.write(counters.step, snapshot, keep=self.setup.decay_start_step)
 
     def _capture_snapshot(self) -> checkpoint.Snapshot:
         return checkpoint.capture_snapshot(

@@ -23,7 +23,7 @@ class TestHelpAndSchema:
     def test_filters_by_section_or_key(self) -> None:
         assert {row["section"] for row in list_keys("optim")} == {"optim"}
         (row,) = list_keys("optim.schedule")
-        assert row["type"] == "constant | linear | cosine | step"
+        assert row["type"] == "constant | linear | cosine | step | wsd"
         assert row["default"] == "cosine"
         assert "random_resized_crop(" in format_keys_help("data.train")
         assert "random_resized_crop(" not in format_keys_help("data.source")
@@ -49,7 +49,7 @@ class TestHelpAndSchema:
         optim = schema["$defs"]["OptimSection"]["properties"]
         assert optim["lr"]["type"] == "number"
         assert optim["lr"]["exclusiveMinimum"] == 0
-        assert optim["schedule"]["enum"] == ["constant", "linear", "cosine", "step"]
+        assert optim["schedule"]["enum"] == ["constant", "linear", "cosine", "step", "wsd"]
         json.dumps(schema, allow_nan=False)
 
 

@@ -117,6 +117,32 @@ def test_step_schedule_counts_from_the_start() -> None:
     assert at(99, min_lr=0.1) == 0.1
 
 
+def test_wsd_is_constant_and_then_linear_in_the_last_steps() -> None:
+    def at(step: int, steps: int = 110, warmup_steps: int = 10, decay_ratio: float = 0.2) -> float:
+        return lr_at(
+            step,
+            lr=2.0,
+            schedule="wsd",
+            total_steps=steps,
+            warmup_steps=warmup_steps,
+            min_lr=1.0,
+            decay_ratio=decay_ratio,
+        )
+
+    assert [at(step) for step in (5, 10, 87, 88)] == [1.0, 2.0, 2.0, 2.0]
+    assert at(99) == 1.5
+    assert at(109) == pytest.approx(1 + 1 / 22, rel=1e-15)
+    assert at(110) == at(10**9) == 1.0
+    # another length changes no step before the decay
+    assert [at(step) for step in range(88)] == [at(step, steps=200) for step in range(88)]
+    # the decay never starts in the warm-up, and a ratio of 1 is "linear"
+    assert at(99, warmup_steps=100, decay_ratio=0.5) == 1.98
+    assert [at(step, warmup_steps=100, decay_ratio=0.5) for step in (100, 105)] == [2.0, 1.5]
+    assert at(60, decay_ratio=1.0) == 1.5
+    # no decay: a share of the steps below a half
+    assert [at(step, steps=2, warmup_steps=0) for step in range(2)] == [2.0, 2.0]
+
+
 # --- groups -----------------------------------------------------------------------------------
 
 

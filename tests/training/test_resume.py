@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_runs import run_file_hashes
 from huggingface_hub import constants
 from logs import logged, logging_nothing
 from networks import write_timm_folder
@@ -41,8 +42,11 @@ def start(run: RunDir, setup: TrainingSetup, **changes: Any) -> int | None:
     return start_or_resume(run, setup, **{**arguments, **changes})
 
 
-def save(run: RunDir, step: int) -> None:
-    run.save_checkpoint(step, lambda folder: (folder / "state.json").write_text("{}"), num_bytes=0)
+def save(run: RunDir, step: int, **counters: int) -> None:
+    def write(folder: Path) -> None:
+        (folder / "state.json").write_text(json.dumps(counters))
+
+    run.save_checkpoint(step, write, num_bytes=0)
 
 
 def test_run_without_checkpoint_restarts_and_one_with_needs_resume(run: RunDir) -> None:
@@ -228,6 +232,126 @@ def test_resume_skips_checkpoints_of_another_run(run: RunDir, tmp_path: Path) ->
         save(each, step)
     shutil.copytree(other.checkpoint_folder(2), run.checkpoint_folder(2))
     assert start(run, make_setup(), resume=True) == 1
+
+
+WSD = ("optim.schedule=wsd", "optim.steps=20", "optim.warmup_steps=2", "run.eval_every=5")
+
+
+@pytest.fixture
+def wsd_run(run: RunDir) -> RunDir:
+    """A finished run of 20 steps, whose decay starts at step 16."""
+    setup = make_setup(*WSD)
+    start(run, setup)
+    record_plan(run, setup, start_step=0)
+    for step in (5, 16, 20):
+        save(run, step, best_step=min(step, 5))
+        run.append_metrics({"step": step, "split": "val", "loss": float(step)})
+    write_record(run, {**read_record(run), "status": "done", "model_sha256": "0"})
+    return run
+
+
+def branch(
+    run: RunDir, name: str, *overrides: str, schedule: tuple[str, ...] = WSD
+) -> tuple[RunDir, int | None]:
+    new = RunDir(run.path.with_name(name))
+    new.open()
+    return new, start(new, make_setup(*schedule, *overrides), resume=True, branch_from=run)
+
+
+def test_branch_starts_from_the_newest_common_checkpoint(wsd_run: RunDir) -> None:
+    before = run_file_hashes(wsd_run.path)
+    for name, length, steps in (
+        ("longer", 30, [5, 16]),
+        ("same", 20, [5, 20]),
+        ("shorter", 10, [5]),
+    ):
+        new, step = branch(wsd_run, name, f"optim.steps={length}")
+        assert step == steps[-1]
+        assert new.checkpoint_steps() == steps
+        assert [new.verify_checkpoint(step) for step in steps] == [None] * len(steps)
+        assert [line["step"] for line in new.read_metrics()] == [
+            s for s in (5, 16, 20) if s <= step
+        ]
+        record, old = read_record(new), read_record(wsd_run)
+        assert record["branched_from"] == {"run": old["id"], "step": step}
+        assert record["id"] != old["id"]
+        assert (record["status"], record.get("model_sha256")) == ("running", None)
+        setup = make_setup(*WSD, f"optim.steps={length}")
+        assert start(new, setup, resume=True, branch_from=wsd_run) == step, "it continues itself"
+        assert read_record(new)["id"] == record["id"]
+    assert run_file_hashes(wsd_run.path) == before
+
+
+def test_branch_skips_damaged_checkpoints(wsd_run: RunDir) -> None:
+    (wsd_run.checkpoint_folder(16) / "state.json").write_text("{}")
+    new, step = branch(wsd_run, "a", "optim.steps=30")
+    assert (step, new.checkpoint_steps()) == (5, [5])
+    (wsd_run.checkpoint_folder(5) / "state.json").write_text("{}")
+    with refused("checkpoint.damaged", wsd_run.checkpoints_folder):
+        branch(wsd_run, "b", "optim.steps=30")
+
+
+def test_checkpoint_that_is_removed_during_the_copy_is_refused(
+    wsd_run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(source: Path, target: Path) -> None:
+        Path(source).unlink()
+        raise FileNotFoundError(source)
+
+    monkeypatch.setattr(shutil, "copyfile", remove)
+    with refused("checkpoint.damaged", wsd_run.checkpoint_folder(5), "again"):
+        branch(wsd_run, "a", "optim.steps=30")
+
+
+def test_branch_excludes_an_evaluation_that_the_longer_run_does_not_make(run: RunDir) -> None:
+    schedule = ("optim.schedule=constant", "optim.steps=12", "run.eval_every=5")
+    setup = make_setup(*schedule)
+    start(run, setup)
+    record_plan(run, setup, start_step=0)
+    for step in (10, 12):
+        save(run, step)
+    assert branch(run, "a", "optim.steps=20", schedule=schedule)[1] == 10
+    assert branch(run, "b", "optim.steps=20", "run.eval_every=5", schedule=schedule)[1] == 10
+    assert start(run, make_setup(*schedule, "optim.steps=20"), resume=True) == 12
+
+
+def test_branch_without_any_checkpoint_starts_from_scratch(run: RunDir) -> None:
+    start(run, make_setup(*WSD))
+    new, step = branch(run, "a", "optim.steps=30")
+    assert (step, new.checkpoint_steps()) == (0, [])
+
+
+def test_run_is_lengthened_in_place_only_before_its_decay(wsd_run: RunDir) -> None:
+    longer = make_setup(*WSD, "optim.steps=30")
+    command = f"finetune train {wsd_run.path} --resume --out {wsd_run.path}-2 optim.steps=30"
+    with refused("recipe.not_this_run", "optim.steps", 20, 30, "step 17", command):
+        start(wsd_run, longer, resume=True)
+    wsd_run.prune_checkpoints({5, 16})
+    assert start(wsd_run, longer, resume=True) == 16
+    assert [line["step"] for line in wsd_run.read_metrics()] == [5, 16]
+    wsd_run.prune_checkpoints({16})
+    record_plan(wsd_run, longer, start_step=16)
+    with refused("recipe.not_this_run", "step 9", "step 16", f"--out {wsd_run.path}-2"):
+        start(wsd_run, make_setup(*WSD, "optim.steps=10"), resume=True)
+
+
+def test_other_schedules_are_not_lengthened(run: RunDir) -> None:
+    cosine = ("optim.schedule=cosine", "optim.steps=20")
+    setup = make_setup(*cosine)
+    start(run, setup)
+    record_plan(run, setup, start_step=0)
+    save(run, 16)
+    with refused("recipe.not_this_run", "optim.schedule=cosine", "optim.schedule=wsd", 20, 30):
+        branch(run, "a", "optim.steps=30", schedule=cosine)
+    with refused("recipe.not_this_run", "optim.schedule=cosine", "optim.schedule=wsd", 20, 30):
+        start(run, make_setup(*cosine, "optim.steps=30"), resume=True)
+
+
+def test_branch_with_another_recipe_is_refused(wsd_run: RunDir) -> None:
+    command = f"finetune train {wsd_run.path / 'recipe.yaml'} --out {wsd_run.path.parent / 'a'}"
+    with refused("recipe.not_this_run", "optim.lr", "0.001", command):
+        branch(wsd_run, "a", "optim.lr=0.001")
+    assert read_record(RunDir(wsd_run.path.parent / "a")) == {}
 
 
 def test_edited_recipe_of_a_run_is_refused(run: RunDir) -> None:

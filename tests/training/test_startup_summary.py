@@ -65,6 +65,7 @@ def test_no_warnings_for_a_large_enough_run() -> None:
         ("optim.warmup_lr=1e-5", ["optim.warmup_steps=0"]),
         ("optim.min_lr=1e-5", ["optim.schedule=constant"]),
         ("optim.step_factor=0.5", []),
+        ("optim.decay_ratio=0.5", []),
         ("optim.layer_decay=0.7", ["model.freeze=backbone"]),
         ("optim.momentum=0.5", []),
     ],

@@ -19,8 +19,12 @@ import torch
 from forked_runs import (
     FULL_OVERRIDES,
     TINY_RECIPE,
+    check_child_success,
+    check_same_run,
     read_train_losses,
     read_weights,
+    run_command_in_child,
+    run_file_hashes,
     run_in_child,
     tiny_recipe,
     train_until_killed,
@@ -191,6 +195,33 @@ def test_log_intervals_continue_across_a_resume(tmp_path: Path) -> None:
     train_until_killed(8, recipe, out)
     train(recipe, out, resume=True)
     assert read_train_losses(out) == read_train_losses(tmp_path / "whole")
+
+
+def test_wsd_run_is_lengthened_to_the_weights_of_a_longer_run(tmp_path: Path) -> None:
+    wsd = ["optim.schedule=wsd", "run.best=last", "run.keep_checkpoints=1"]
+    recipe = tiny_recipe(*FULL_OVERRIDES, *wsd)
+    longer = tiny_recipe(*FULL_OVERRIDES, *wsd, "optim.steps=20")
+    whole, short, branch, extended = (tmp_path / name for name in ("whole", "short", "b", "e"))
+    train(longer, whole)
+    train(recipe, short)
+    assert RunDir(short).checkpoint_steps() == [8, 10, 12]  # 8 is the best before the decay
+    before = run_file_hashes(short)
+    train_until_killed(6, longer, branch, branch_from=short)
+    assert max(RunDir(branch).checkpoint_steps()) == 15
+    arguments = (short, "--resume", "--out", branch, "optim.steps=20")
+    check_child_success(run_command_in_child("train", *arguments))
+    assert run_file_hashes(short) == before
+    train_until_killed(7, recipe, extended)
+    train(longer, extended, resume=True)
+    for run in (branch, extended):
+        check_same_run(run, whole)
+        assert read_validations(run) == read_validations(whole)
+    assert read_weights(short) != read_weights(whole)
+
+
+def read_validations(run: Path) -> list[tuple[int, float]]:
+    lines = RunDir(run).read_metrics()
+    return [(line["step"], line["loss"]) for line in lines if line["split"] == "val"]
 
 
 def test_signal_to_the_process_group_does_not_kill_workers(tmp_path: Path, monkeypatch) -> None:

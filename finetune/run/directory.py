@@ -172,6 +172,11 @@ class RunDir:
         try:
             content = check_json_types(path, load_json(path, max_bytes=limit))
         except (FileNotFoundError, NotADirectoryError):
+            if name == "results.json" and self._ended_with("results_sha256"):
+                warn_once(
+                    f"{path}: the file is missing; restore it from a copy, or evaluate again: "
+                    f"{resume_command(self.path)}"
+                )
             return None
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -190,10 +195,13 @@ class RunDir:
 
     def _has_changed(self, key: str) -> bool:
         """True if a file differs from its checksum in run.json; False while the run proceeds."""
+        checksum = self._ended_with(key)
+        return checksum is not None and file_sha256(self.path / _CHECKSUM_KEYS[key]) != checksum
+
+    def _ended_with(self, key: str) -> str | None:
+        """Return a checksum of run.json; None while the run proceeds, or without one."""
         record = self.read_json("run.json") or {}
-        if record.get("status") == "running" or key not in record:
-            return False
-        return file_sha256(self.path / _CHECKSUM_KEYS[key]) != record[key]
+        return None if record.get("status") == "running" else record.get(key)
 
     def _check_results_of_this_model(self, results: dict[str, Any]) -> None:
         """Raise CheckpointError if a finished run has other results or another model."""

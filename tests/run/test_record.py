@@ -121,6 +121,11 @@ def test_files_that_are_changed_after_the_run_ended_are_noticed(
     with refused("checkpoint.damaged", tmp_path / "results.json"):
         run.read_json("results.json")
 
+    (tmp_path / "results.json").rename(tmp_path / "moved.json")
+    assert run.read_json("results.json") is None
+    assert "results.json: the file is missing" in caplog.text
+    (tmp_path / "moved.json").rename(tmp_path / "results.json")
+
     record = read_record(run)
     write_record(run, {**record, "status": "running"})  # as while it is extended
     assert run.read_json("results.json") == {"steps": 5}

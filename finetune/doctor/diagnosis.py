@@ -90,7 +90,7 @@ def diagnose(
         _check_group(group)
     opened = open_source(source, multilabel=multilabel, group=group)
     accelerator = create_accelerator(RunSection())
-    candidates = choose_weights(opened, weights, accelerator.device)
+    candidates = choose_weights(opened, weights, accelerator.device, group=group)
     computed = [compute_features(opened, each, accelerator) for each in candidates]
     run_NK = None if run is None else held_out_probabilities(run, opened, accelerator)
     features = [values_ND for values_ND in computed if values_ND is not None]

@@ -54,9 +54,13 @@ _MAX_ACCURACY_DIFFERENCE, _MAX_SLOWDOWN = 0.1, 2.0
 IMAGES_PER_FILE = 8192  # a killed run loses the features of at most so many images
 
 
-def choose_weights(source: Source, names: Sequence[str], device: torch.device) -> list[Candidate]:
+def choose_weights(
+    source: Source, names: Sequence[str], device: torch.device, *, group: str | None = None
+) -> list[Candidate]:
     """Return the named weights, or the best one or two on this machine, each at one image size.
 
+    Args:
+        group: as in `data.group`; networks are compared on folds of whole groups.
     Raises: DataError if networks cannot be compared because the source has no train split.
     """
     splits = source.splits
@@ -76,7 +80,9 @@ def choose_weights(source: Source, names: Sequence[str], device: torch.device) -
 
     if not names:
         scores = score_candidates(
-            list_candidates(device), lambda each: _scoring_recipe(source, each), sizes=sizes_of
+            list_candidates(device),
+            lambda each: _scoring_recipe(source, each, group),
+            sizes=sizes_of,
         )
         similar = [
             score
@@ -95,7 +101,7 @@ def choose_weights(source: Source, names: Sequence[str], device: torch.device) -
     ]
 
 
-def _scoring_recipe(source: Source, candidate: Candidate) -> Recipe:
+def _scoring_recipe(source: Source, candidate: Candidate, group: str | None) -> Recipe:
     """Build the recipe that computes the features of a candidate."""
     size = candidate.image_size
     recipe = {
@@ -104,7 +110,11 @@ def _scoring_recipe(source: Source, candidate: Candidate) -> Recipe:
             "image_size": size if isinstance(size, int) else list(size),
             "freeze": "backbone",
         },
-        "data": {**_data_section(source).model_dump(exclude_unset=True), "train": _EVAL_SPEC},
+        "data": {
+            **_data_section(source).model_dump(exclude_unset=True),
+            "train": _EVAL_SPEC,
+            "group": group,
+        },
         "optim": {"name": "adamw", "lr": 1e-3, "epochs": 1},
     }
     return parse_recipe(json.dumps(recipe), name=f"recipe for {source.name}")

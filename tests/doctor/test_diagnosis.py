@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 
 from finetune.cli.main import main
+from finetune.commands import weight_selection
 from finetune.data.open_source import open_source
+from finetune.doctor.features import choose_weights
 
 NANO = ("--weights", "embedded:vit_nano")
 
@@ -165,3 +168,20 @@ def test_a_killed_doctor_continues(image_folder: Path, tmp_path: Path) -> None:
     continued = json.loads((tmp_path / "out" / "doctor.json").read_text())
     uninterrupted = diagnose(image_folder, tmp_path / "other")
     assert {**continued, "seconds": 0} == {**uninterrupted, "seconds": 0}
+
+
+def test_networks_are_compared_on_whole_groups(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, compared = r"(\w+-[0-3])\.png", []
+
+    def record(values_ND: np.ndarray, labels: np.ndarray, groups: np.ndarray | None) -> float:
+        compared.append(groups)
+        return 0.5
+
+    monkeypatch.setattr(weight_selection, "leave_one_out_accuracy", record)
+    monkeypatch.setattr(weight_selection, "MAX_SECONDS", 0.0)
+    source = open_source(f"folder:{image_folder}", group=group)
+    choose_weights(source, [], torch.device("cpu"), group=group)
+    assert compared
+    assert all("red-3" in each for each in compared)

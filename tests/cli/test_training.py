@@ -38,7 +38,7 @@ def test_arguments(train: Double) -> None:
     ((args, kwargs),) = train.calls
     assert args == (load_recipe("mine.yaml", ["optim.lr=0.5"]), Path("here"))
     assert kwargs.pop("seconds_before") > 0
-    assert kwargs == {"resume": True, "dry_run": False}
+    assert kwargs == {"resume": True, "branch_from": None, "dry_run": False}
 
 
 def test_options_may_precede_arguments(train: Double) -> None:

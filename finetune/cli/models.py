@@ -154,22 +154,29 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     help="onnx or torch.",
 )
 @click.option("--out", metavar="PATH", help="Output file, or the folder to write it to.")
-@click.option("--images", metavar="PATH", multiple=True, help="Compare the logits on these images.")
+@click.option(
+    "--images", metavar="PATH", multiple=True, help="Compare the outputs on these images."
+)
 @click.option(
     "--image-size",
     metavar="N",
     type=IMAGE_SIZE,
     help="Input size of the exported model, in pixels.",
 )
-def export(model: str, **options: Any) -> CommandResult:
+@click.option(
+    "--no-preprocessing",
+    is_flag=True,
+    help="Export only the network: from normalized images to logits, with a dynamic batch size.",
+)
+def export(model: str, no_preprocessing: bool, **options: Any) -> CommandResult:
     """Export a model to ONNX or torch.export.
 
-    A JSON file next to the exported model describes the preprocessing. Both files are written only
-    if the exported model's logits match those of MODEL.
+    The exported model takes a uint8 RGB image of any size and returns probabilities. It is written
+    only if they match those of MODEL; certificate.json has the figures.
     """
     from finetune.commands.export import export_model, format_export
 
-    exported = export_model(model, **options)
+    exported = export_model(model, preprocessing=not no_preprocessing, **options)
     return CommandResult(exported, format_export(exported))
 
 

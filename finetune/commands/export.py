@@ -1,7 +1,12 @@
 """`finetune export`: export a model to ONNX or torch.export.
 
-The file is written only if the exported model's logits match the original's. A file NAME.onnx.json
-next to NAME.onnx contains the preprocessing, the class names and the origin of the weights.
+By default, the exported model includes the preprocessing: it takes a uint8 image of any size and
+returns probabilities. The file is written only if these match those of `Classifier`, and
+certificate.json next to it has the figures.
+
+Without the preprocessing, it takes normalized images and returns logits, with a dynamic batch
+size. A file NAME.onnx.json next to NAME.onnx contains the preprocessing, the class names and the
+origin of the weights.
 """
 
 # N images, B batch, K classes, h w the model's input size
@@ -21,7 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.commands.export_certificate import (
+    MAX_DIFFERENCE,
+    ImageClassifier,
+    certify,
+    vary_sizes,
+)
 from finetune.commands.export_formats import (
+    IMAGE_SIGNATURE,
     SUFFIXES,
     ExportedModel,
     export_network,
@@ -39,7 +51,7 @@ from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, W
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import explain_disk_errors, file_sha256
 from finetune.formatting import format_bytes, pluralize
-from finetune.inference import eval_pipeline_and_class_names
+from finetune.inference import Classifier, eval_pipeline_and_class_names
 from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.save import BuiltModel
@@ -48,6 +60,7 @@ from finetune.run.environment import package_versions
 from finetune.run.record import load_run_recipe
 from finetune.transforms.eval_transforms import spec_to_preprocessing
 from finetune.transforms.pipeline import Pipeline
+from finetune.transforms.preprocessing_module import PreprocessingModule
 
 __all__ = ["export_model", "format_export", "resolve_output_path"]
 
@@ -55,6 +68,7 @@ TOLERANCE = 1e-3
 NUM_COMPARED_IMAGES = 16
 BATCH_SIZES = (1, 2, 5, NUM_COMPARED_IMAGES)
 _RECORDED_PACKAGES = ("finetune", "torch", "timm", "onnx", "onnxscript", "onnxruntime")
+_CERTIFICATE = "certificate.json"
 _FALLBACK_SOURCE = "embedded:digits"
 
 
@@ -65,83 +79,155 @@ def export_model(
     out: str | None = None,
     images: Sequence[str] = (),
     image_size: int | tuple[int, int] | None = None,
+    preprocessing: bool = True,
 ) -> dict[str, Any]:
-    """Export a model with a dynamic batch size, and write it only if its logits match the model's.
+    """Export a model, and write it only if its outputs match the model's.
 
     Args:
         model: run directory, model folder, Hub or timm name.
         format: "onnx", or "torch" for a .pt2 file of torch.export.
         out: the file, or the folder to write it to; None uses the working directory.
-        images: files, folders and glob patterns of images to compare the logits on; by default the
+        images: files, folders and glob patterns of images to compare the outputs on; by default the
             run's own data, or scikit-learn's digits if the model has no readable data.
         image_size: pixels, or (height, width); None uses the model's own.
-    Returns: a dict with keys "file", "preprocessing" (the path of the JSON file), "format",
-        "opset", "bytes", "sha256" (by file name), "max_difference", "batch_sizes", "num_images",
-        "images".
-    Raises: WeightsError if the architecture cannot be exported with a dynamic batch or a logit
-        differs by more than 1e-3; SetupError if a package is missing, or the file cannot be
-        written or is not from an earlier export; RecipeError or DataError for wrong arguments or
-        images.
+        preprocessing: True to export a model from a uint8 image (1, H, W, 3) of any size to
+            probabilities (1, K); False for a model from normalized images (B, 3, h, w) to logits
+            (B, K).
+    Returns: a dict with keys "file", "format", "opset", "bytes", "sha256" (by file name),
+        "max_difference" (of a probability, or of a logit), "num_images", "images"; with
+        preprocessing also "certificate" (the path of the JSON file), "top1_agreement",
+        "num_sizes", "latency_ms"; without also "preprocessing" (the path of the JSON file),
+        "batch_sizes".
+    Raises: WeightsError if the architecture cannot be exported, or an output differs by more than
+        1e-3; SetupError if a package is missing, or the file cannot be written or is not from an
+        earlier export; RecipeError or DataError for wrong arguments or images, or for a transform
+        spec that cannot be exported.
     """
-    target = resolve_output_path(model, format, out)
-    _check_not_foreign(target)
+    target = resolve_output_path(model, format, out, preprocessing=preprocessing)
+    record_name = _CERTIFICATE if preprocessing else f"{target.name}.json"
+    _check_not_foreign(target, record_name)
     require_packages(format)
     with explain_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     logger.info(
-        f"{model}: loading the model, and {NUM_COMPARED_IMAGES} images to compare logits on"
+        f"{model}: loading the model, and {NUM_COMPARED_IMAGES} images to compare outputs on"
     )
     built = build_model(model, image_size=image_size)
     pipeline, class_names = eval_pipeline_and_class_names(
         model, built, use_recipe=image_size is None
     )
-    images_N3hw, compared_on = _load_comparison_images(model, pipeline, images)
     network = built.model.eval().requires_grad_(False)
-    # zeros, because a .pt2 file stores the example input: it must not be a private image
-    example = torch.zeros(2, *images_N3hw.shape[1:])
+    metadata = _build_metadata(model, built, pipeline, class_names)
+    module = _build_image_classifier(network, built, pipeline) if preprocessing else None
+    # the graph gets what a caller decodes, so the decoder must not reduce the image
+    decoded, compared_on = _load_comparison_images(
+        model, None if preprocessing else pipeline.decode_size, images
+    )
     with explain_disk_errors(target), contextlib.ExitStack() as stack:
         staging = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
         staging_path = Path(stack.enter_context(staging))
-        exported = staging_path / target.name
+        path = staging_path / target.name
         logger.info(f"exporting to {format}; a large model takes minutes")
-        with suppress_exporter_output():
-            opset = export_network(network, example, exported, built.architecture, format)
-            exported_model = load_exported(exported, format)
-            difference = _check_logits(network, exported_model, images_N3hw, f"{model}: {format}")
+        stack.enter_context(suppress_exporter_output())
+        name = f"{model}: {format}"
+        if module is None:
+            images_N3hw = _preprocess(pipeline, decoded)
+            # zeros, because a .pt2 file stores the example input: it must not be a private image
+            example = torch.zeros(2, *images_N3hw.shape[1:])
+            opset = export_network(network, example, path, built.architecture, format)
+            difference = _check_logits(network, load_exported(path, format), images_N3hw, name)
+            figures: dict[str, Any] = {
+                "max_difference": difference,
+                "batch_sizes": list(BATCH_SIZES),
+                "num_images": len(images_N3hw),
+            }
+        else:
+            height, width = pipeline.image_size
+            # not square, so that the trace does not take height and width for one axis
+            example = torch.zeros(1, height + 8, width + 24, 3, dtype=torch.uint8)
+            opset = export_network(
+                module,
+                example,
+                path,
+                built.architecture,
+                format,
+                signature=IMAGE_SIGNATURE,
+                metadata=_graph_metadata(metadata),
+            )
+            classifier = Classifier(
+                network,
+                pipeline,
+                class_names,
+                device="cpu",
+                temperature=built.temperature,
+                thresholds=metadata.get("thresholds"),
+            )
+            exported = load_exported(path, format)
+            figures = certify(exported, classifier, vary_sizes(list(decoded)), name)
         result = {
             "format": format,
             "opset": opset,
             "bytes": sum(path.stat().st_size for path in staging_path.iterdir()),
             "sha256": {path.name: file_sha256(path) for path in sorted(staging_path.iterdir())},
-            "max_difference": difference,
-            "batch_sizes": list(BATCH_SIZES),
-            "num_images": len(images_N3hw),
+            **figures,
             "images": compared_on,
         }
-        metadata = {**_build_metadata(model, built, pipeline, class_names), "export": result}
-        text = json.dumps(metadata, indent=2, allow_nan=False) + "\n"
-        (staging_path / f"{target.name}.json").write_text(text, encoding="utf-8")
-        _move_into_place(staging_path, target)
-    return {"file": str(target), "preprocessing": f"{target}.json", **result}
+        record = {**metadata, "export": result}
+        if module is not None:
+            record = {key: metadata[key] for key in ("source", "versions")} | {"export": result}
+        text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+        (staging_path / record_name).write_text(text, encoding="utf-8")
+        _move_into_place(staging_path, target, record_name)
+    record_key = "certificate" if preprocessing else "preprocessing"
+    return {"file": str(target), record_key: str(target.with_name(record_name)), **result}
+
+
+def _build_image_classifier(
+    network: nn.Module, built: BuiltModel, pipeline: Pipeline
+) -> ImageClassifier:
+    module = PreprocessingModule(
+        pipeline.transform_spec,
+        image_size=pipeline.image_size,
+        mean=built.preprocessing.mean,
+        std=built.preprocessing.std,
+        interpolation=pipeline.interpolation,
+    )
+    return ImageClassifier(
+        module, network, temperature=built.temperature, multilabel=built.multilabel
+    ).eval()
 
 
 def format_export(result: dict[str, Any]) -> str:
-    """Format the result of `export_model`: the written files and the largest logit difference."""
+    """Format the result of `export_model`: the written files and the largest difference."""
     opset = f", opset {result['opset']}" if result["opset"] else ""
+    first = f"{result['file']}: {format_bytes(result['bytes'])}{opset}"
+    images = f"{pluralize(result['num_images'], 'image')} of {result['images']}"
+    if "certificate" in result:
+        return (
+            f"{first}, takes a uint8 image of any size\n"
+            f"{result['certificate']}: same top-1 as the model on {images}, in "
+            f"{pluralize(result['num_sizes'], 'size')}; largest difference of a probability "
+            f"{result['max_difference']:.2g} (limit {MAX_DIFFERENCE:g}), "
+            f"{result['latency_ms']:.1f} ms per image"
+        )
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
-        f"{result['file']}: {format_bytes(result['bytes'])}{opset}, dynamic batch size\n"
+        f"{first}, dynamic batch size\n"
         f"{result['preprocessing']}: preprocessing and class names\n"
         f"largest logit difference {result['max_difference']:.2g} (limit {TOLERANCE:g}) on "
-        f"{pluralize(result['num_images'], 'image')} of {result['images']}, batches of {sizes}"
+        f"{images}, batches of {sizes}"
     )
 
 
 # --- output path and images to compare -----------------------------------------------------------
 
 
-def resolve_output_path(model: str, format: str, out: str | None) -> Path:
-    """Return the file to write: `out`, or a file named after the model in the folder `out`.
+def resolve_output_path(
+    model: str, format: str, out: str | None, *, preprocessing: bool = True
+) -> Path:
+    """Return the file to write: `out`, or a file in the folder `out`.
+
+    This file is named "model", or after the model if it has no preprocessing.
 
     Raises: RecipeError if `out` has the suffix of another format.
     """
@@ -154,12 +240,12 @@ def resolve_output_path(model: str, format: str, out: str | None) -> Path:
             f"--out: '{out}' has the wrong suffix for {format}; use {suffix}",
             code="recipe.wrong_value",
         )
-    return path / f"{_default_file_stem(model)}{suffix}"
+    return path / f"{'model' if preprocessing else _default_file_stem(model)}{suffix}"
 
 
-def _check_not_foreign(target: Path) -> None:
+def _check_not_foreign(target: Path, record_name: str) -> None:
     """Raise SetupError if the file exists, unless the metadata of an export names it."""
-    metadata_path = target.with_name(f"{target.name}.json")
+    metadata_path = target.with_name(record_name)
     try:
         is_ours = target.name in json.loads(metadata_path.read_bytes())["export"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -186,28 +272,26 @@ def _default_file_stem(model: str) -> str:
 
 
 def _load_comparison_images(
-    model: str, pipeline: Pipeline, paths: Sequence[str]
-) -> tuple[Tensor, str]:
-    """Load and preprocess the images to compare logits on.
+    model: str, decode_size: int | None, paths: Sequence[str]
+) -> tuple[Iterable[np.ndarray], str]:
+    """Decode the images to compare outputs on.
 
-    Returns: the images (N, 3, h, w), and the name of their source.
+    Returns: the images (H, W, 3) uint8, and the name of their source.
     """
     if paths:
         files = _sample_evenly(list_cli_images(paths))
-        images = (_decode_or_raise(path, error, pipeline.decode_size) for path, error in files)
-        return _preprocess(pipeline, images), "--images"
+        return [_decode_or_raise(path, error, decode_size) for path, error in files], "--images"
     if recipe := load_run_recipe(model):
         section = recipe.data
         try:
-            return _sample_source(
-                open_full_data(section, recipe.run.seed), pipeline
-            ), section.source
+            source = open_full_data(section, recipe.run.seed)
+            return _sample_source(source), section.source
         except FinetuneError as error:
             logger.warning(
-                f"{section.source}: the data cannot be read ({error}); comparing the logits on "
+                f"{section.source}: the data cannot be read ({error}); comparing the outputs on "
                 f"{_FALLBACK_SOURCE} instead"
             )
-    return _sample_source(open_source(_FALLBACK_SOURCE), pipeline), _FALLBACK_SOURCE
+    return _sample_source(open_source(_FALLBACK_SOURCE)), _FALLBACK_SOURCE
 
 
 def _decode_or_raise(path: str, error: str | None, size: int | None) -> np.ndarray:
@@ -221,10 +305,10 @@ def _decode_or_raise(path: str, error: str | None, size: int | None) -> np.ndarr
         ) from None
 
 
-def _sample_source(source: Source, pipeline: Pipeline) -> Tensor:
+def _sample_source(source: Source) -> list[np.ndarray]:
     splits = source.splits
     split = next(splits[name] for name in ("test", "val", "train") if name in splits)
-    return _preprocess(pipeline, map(split.decode, _sample_evenly(range(len(split)))))
+    return [split.decode(index) for index in _sample_evenly(range(len(split)))]
 
 
 def _preprocess(pipeline: Pipeline, images: Iterable[np.ndarray]) -> Tensor:
@@ -308,14 +392,30 @@ def _build_metadata(
         },
         "class_names": class_names,
         "temperature": built.temperature,
+        "license": built.provenance.get("license"),
         **multilabel_metadata,
         "versions": package_versions(_RECORDED_PACKAGES),
     }
 
 
-def _move_into_place(folder: Path, target: Path) -> None:
+def _graph_metadata(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return the metadata that the exported file itself contains, as JSON by key."""
+    values = {
+        "classes": metadata["class_names"],
+        "input_size": metadata["preprocessing"]["input_size"],
+        "license": metadata["license"],
+        **{
+            key: metadata[key]
+            for key in ("thresholds", "temperature", "preprocessing", "source", "versions")
+            if metadata.get(key) is not None
+        },
+    }
+    return {key: json.dumps(value, allow_nan=False) for key, value in values.items()}
+
+
+def _move_into_place(folder: Path, target: Path, record_name: str) -> None:
     """Move all files into the folder of `target`; the metadata with the checksums comes last."""
-    metadata_path = target.with_name(f"{target.name}.json")
+    metadata_path = target.with_name(record_name)
     metadata_path.unlink(missing_ok=True)
     weights_path = target.with_name(f"{target.name}.data")
     if not (folder / weights_path.name).exists():

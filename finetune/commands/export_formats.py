@@ -9,9 +9,9 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.models.hiera import MaskUnitAttention
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from finetune.errors import SetupError, WeightsError, install_hint
 
 __all__ = [
+    "IMAGE_SIGNATURE",
+    "NETWORK_SIGNATURE",
     "SUFFIXES",
     "ExportedModel",
+    "Signature",
     "export_network",
     "load_exported",
     "require_packages",
@@ -29,11 +32,26 @@ __all__ = [
     "suppress_exporter_output",
 ]
 
+
+class Signature(NamedTuple):
+    """Names of the input and the output, and the dynamic axes of the input {axis: name}."""
+
+    input: str
+    output: str
+    dynamic: dict[int, str]
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
+        return ({axis: torch.export.Dim(name, min=1) for axis, name in self.dynamic.items()},)
+
+
+NETWORK_SIGNATURE = Signature("images", "logits", {0: "batch"})
+IMAGE_SIGNATURE = Signature("image", "probabilities", {1: "height", 2: "width"})
+
 ExportedModel = Callable[[Tensor], Tensor]
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _REQUIRED_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
-_DYNAMIC_SHAPES = ({0: torch.export.Dim("batch")},)
 # protobuf is limited to 2 GiB; larger weights go to a separate file
 MAX_PROTOBUF_BYTES = 1_900_000_000
 
@@ -69,9 +87,16 @@ def suppress_exporter_output() -> Iterator[None]:
 
 
 def export_network(
-    network: nn.Module, example: Tensor, path: Path, architecture: str, format: str
+    network: nn.Module,
+    example: Tensor,
+    path: Path,
+    architecture: str,
+    format: str,
+    *,
+    signature: Signature = NETWORK_SIGNATURE,
+    metadata: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Export a network with a dynamic batch size.
+    """Export a network with dynamic axes: the batch size, or height and width of an image.
 
     Args:
         network: the network, in evaluation mode, on the CPU, in float32.
@@ -79,17 +104,20 @@ def export_network(
         path: the file to write; weights too large for one ONNX file go to a second file next to it.
         architecture: the network's name for error messages.
         format: a key of SUFFIXES.
+        signature: names of the input and output, and the dynamic axes.
+        metadata: stored in the file: metadata_props of ONNX, extra files of torch.export.
     Returns: the opset of an ONNX file, None otherwise.
-    Raises: WeightsError if the network cannot be exported with a dynamic batch; SetupError if the
+    Raises: WeightsError if the network cannot be exported with dynamic axes; SetupError if the
         file cannot be written.
     """
     convert = _convert_to_onnx if format == "onnx" else _convert_to_torch
     try:
-        save, opset = convert(network, example)
+        save, opset = convert(network, example, signature, metadata or {})
     except Exception as error:  # each exporter raises its own error types
         other = next(name for name in SUFFIXES if name != format)
         raise WeightsError(
-            f"{architecture}: cannot be exported to {format} with a dynamic batch size "
+            f"{architecture}: cannot be exported to {format} with a dynamic "
+            f"{' and '.join(signature.dynamic.values())} "
             f"({root_cause_message(error)}); try --format {other}",
             code="weights.unsupported",
         ) from error
@@ -104,44 +132,51 @@ def export_network(
     return opset
 
 
-def _convert_to_onnx(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], int]:
+def _convert_to_onnx(
+    network: nn.Module, example: Tensor, signature: Signature, metadata: Mapping[str, str]
+) -> tuple[Callable[[Path], None], int]:
     for module in network.modules():
         # Hiera's attention tensors have five axes; ONNX's fused attention supports four
         if isinstance(module, MaskUnitAttention):
             module.fused_attn = False  # type: ignore[misc]
     # trace explicitly: torch.onnx would fall back to a fixed batch size if a dynamic one fails
     program: Any = torch.onnx.export(
-        _trace(network, example),
+        _trace(network, example, signature),
         dynamo=True,
-        dynamic_shapes=_DYNAMIC_SHAPES,  # here only for the name of the batch axis
-        input_names=["images"],
-        output_names=["logits"],
+        dynamic_shapes=signature.dynamic_shapes,  # here only for the names of the axes
+        input_names=[signature.input],
+        output_names=[signature.output],
         verbose=False,
     )
     for graph in (program.model.graph, *program.model.functions.values()):
         for node in graph:
             node.metadata_props.clear()  # contains paths of this machine
+    program.model.metadata_props.update(metadata)
     large = sum(p.numel() * p.element_size() for p in network.parameters()) > MAX_PROTOBUF_BYTES
     opset = int(program.model.opset_imports[""])
     return lambda path: program.save(path, external_data=large), opset
 
 
-def _convert_to_torch(network: nn.Module, example: Tensor) -> tuple[Callable[[Path], None], None]:
-    program = _trace(network, example)
+def _convert_to_torch(
+    network: nn.Module, example: Tensor, signature: Signature, metadata: Mapping[str, str]
+) -> tuple[Callable[[Path], None], None]:
+    program = _trace(network, example, signature)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # contains paths of this machine
 
     def save(path: Path) -> None:
         # serialize to memory first: torch's file writer aborts the process on a full disk
         content = io.BytesIO()
-        torch.export.save(program, content)
+        torch.export.save(program, content, extra_files=dict(metadata))
         path.write_bytes(content.getbuffer())
 
     return save, None
 
 
-def _trace(network: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(network, (example,), dynamic_shapes=_DYNAMIC_SHAPES)
+def _trace(
+    network: nn.Module, example: Tensor, signature: Signature
+) -> torch.export.ExportedProgram:
+    return torch.export.export(network, (example,), dynamic_shapes=signature.dynamic_shapes)
 
 
 def root_cause_message(error: BaseException) -> str:
@@ -155,7 +190,7 @@ def root_cause_message(error: BaseException) -> str:
 def load_exported(path: Path, format: str) -> ExportedModel:
     """Load an exported file with its runtime, as a user would.
 
-    Returns: a function from images (B, 3, h, w) to logits (B, K), both float32 on the CPU.
+    Returns: a function from the input to the output of its signature, both on the CPU.
     Raises: WeightsError if the runtime cannot load the file.
     """
     try:
@@ -180,4 +215,5 @@ def _load_onnx(path: Path) -> ExportedModel:
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    name = session.get_inputs()[0].name
+    return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])

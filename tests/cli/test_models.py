@@ -72,8 +72,10 @@ def test_export(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
     assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
     options = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
-    assert export.calls == [(("runs/x",), options)]
-    assert capsys.readouterr().out == "x.pt2\n"
+    assert export.calls == [(("runs/x",), options | {"preprocessing": True})]
+    assert main(["export", "runs/x", *arguments, "--image-size", "96", "--no-preprocessing"]) == 0
+    assert export.calls[1] == (("runs/x",), options | {"preprocessing": False})
+    assert capsys.readouterr().out == "x.pt2\n" * 2
 
 
 def test_demo(monkeypatch: Patch, capsys: Captured) -> None:

@@ -40,7 +40,7 @@ def run_exported(path: Path, images: Tensor) -> Tensor:
 @pytest.fixture(scope="module", params=SUFFIXES)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("exported")
-    return export_model(NANO, format=request.param, out=str(folder / "below"))
+    return export_model(NANO, preprocessing=False, format=request.param, out=str(folder / "below"))
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_differing_export_is_refused_and_keeps_the_old_file(
     metadata = {"export": {"sha256": {"vit_nano.onnx": "0" * 64}}}
     (tmp_path / "vit_nano.onnx.json").write_text(json.dumps(metadata))
     with refused("weights.wrong_export", "vit_nano", "0.001"):
-        export_model(NANO, out=str(tmp_path))
+        export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
     assert (tmp_path / "vit_nano.onnx").read_text() == "old"
 
@@ -184,14 +184,14 @@ def test_every_batch_size_is_compared(
 
     monkeypatch.setattr(export_module, "load_exported", lambda path, format: run)
     with refused("weights.wrong_export", "batch of 5", "shape mismatch"):
-        export_model(NANO, out=str(tmp_path))
+        export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert not os.listdir(tmp_path)
 
 
 def test_run_is_compared_on_its_own_images(
     fake_export: None, run_of_folder: Path, image_folder: Path, tmp_path: Path
 ) -> None:
-    result = export_model(str(run_of_folder), out=str(tmp_path / "out"))
+    result = export_model(str(run_of_folder), preprocessing=False, out=str(tmp_path / "out"))
     assert Path(result["file"]).name == "my-run.onnx"
     assert (result["num_images"], result["images"]) == (12, f"folder:{image_folder}")
     sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
@@ -208,7 +208,9 @@ def test_missing_images_are_replaced_with_a_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     image_folder.rename(tmp_path / "elsewhere")
-    result = export_model(str(run_of_folder / "model" / ".."), out=str(tmp_path / "out"))
+    result = export_model(
+        str(run_of_folder / "model" / ".."), preprocessing=False, out=str(tmp_path / "out")
+    )
     assert result["images"] == "embedded:digits"
     assert "cannot be read" in capsys.readouterr().err
 
@@ -217,14 +219,16 @@ def test_images_option_selects_the_compared_images(fake_export: None, tmp_path: 
     (tmp_path / "in").mkdir()
     for number in range(3):
         wave_image(40 + number).save(tmp_path / "in" / f"{number}.png")
-    result = export_model(NANO, images=[str(tmp_path / "in")], out=str(tmp_path))
+    result = export_model(
+        NANO, preprocessing=False, images=[str(tmp_path / "in")], out=str(tmp_path)
+    )
     assert (result["num_images"], result["images"]) == (3, "--images")
     assert result["batch_sizes"] == [1, 2, 5, 16], "images are repeated to fill a batch"
     (tmp_path / "in" / "3.png").touch()
     with refused("data.unreadable", "3.png"):
-        export_model(NANO, images=[str(tmp_path / "in")], out=str(tmp_path))
+        export_model(NANO, preprocessing=False, images=[str(tmp_path / "in")], out=str(tmp_path))
     with refused("data.unreadable", "*.jpg"):
-        export_model(NANO, images=[str(tmp_path / "*.jpg")], out=str(tmp_path))
+        export_model(NANO, preprocessing=False, images=[str(tmp_path / "*.jpg")], out=str(tmp_path))
 
 
 def test_temperature_is_exported(fake_export: None, run_of_folder: Path, tmp_path: Path) -> None:
@@ -232,14 +236,16 @@ def test_temperature_is_exported(fake_export: None, run_of_folder: Path, tmp_pat
     config = json.loads(path.read_text("utf-8"))
     config["calibration"] = {"temperature": 1.75, "split": "val"}
     path.write_text(json.dumps(add_checksums(config, path.parent)), "utf-8")
-    result = export_model(str(run_of_folder), out=str(tmp_path / "out"))
+    result = export_model(str(run_of_folder), preprocessing=False, out=str(tmp_path / "out"))
     assert json.loads(Path(result["preprocessing"]).read_text("utf-8"))["temperature"] == 1.75
 
 
 def test_another_image_size_ignores_the_runs_eval_transform(
     fake_export: None, run_of_folder: Path, tmp_path: Path
 ) -> None:
-    result = export_model(str(run_of_folder), out=str(tmp_path / "out"), image_size=48)
+    result = export_model(
+        str(run_of_folder), preprocessing=False, out=str(tmp_path / "out"), image_size=48
+    )
     sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
     assert sidecar["input"]["shape"] == ["batch", 3, 48, 48]
 
@@ -263,7 +269,7 @@ def test_out_may_be_a_file_or_a_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert export_model(NANO, out=out)["file"] == expected
+    assert export_model(NANO, preprocessing=False, out=out)["file"] == expected
     assert Path(expected).is_file()
     assert Path(f"{expected}.json").is_file()
 
@@ -277,7 +283,9 @@ def test_out_may_be_a_file_or_a_folder(
     ],
 )
 def test_file_is_named_after_the_model(model: str, name: str) -> None:
-    assert export_module.resolve_output_path(model, "torch", None) == Path(f"{name}.pt2")
+    assert export_module.resolve_output_path(model, "torch", None, preprocessing=False) == Path(
+        f"{name}.pt2"
+    )
 
 
 def test_wrong_suffix_is_refused_before_loading_the_model() -> None:
@@ -289,7 +297,7 @@ def test_wrong_suffix_is_refused_before_loading_the_model() -> None:
 def test_unwritable_out_is_refused(fake_export: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("setup.not_writable", "--out"):
-        export_model(NANO, out=str(tmp_path / "file" / "x.onnx"))
+        export_model(NANO, preprocessing=False, out=str(tmp_path / "file" / "x.onnx"))
 
 
 @pytest.mark.parametrize("name", ["vit_nano.onnx", "vit_nano.onnx.json"])
@@ -298,17 +306,17 @@ def test_file_that_is_not_an_export_is_not_overwritten(
 ) -> None:
     (tmp_path / name).write_text("{}")
     with refused("setup.exists", tmp_path / name):
-        export_model(NANO, out=str(tmp_path))
+        export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert (tmp_path / name).read_text() == "{}"
     (tmp_path / name).unlink()
     for _ in range(2):  # an earlier export is replaced
-        export_model(NANO, out=str(tmp_path))
+        export_model(NANO, preprocessing=False, out=str(tmp_path))
 
 
 def test_failed_replace_removes_the_old_preprocessing(
     fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_model(NANO, out=str(tmp_path))
+    export_model(NANO, preprocessing=False, out=str(tmp_path))
 
     def fail(source: Any, target: Any) -> None:
         raise OSError(5, "Input/output error")
@@ -316,13 +324,13 @@ def test_failed_replace_removes_the_old_preprocessing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         with refused("setup.not_writable", "Input/output error"):
-            export_model(NANO, out=str(tmp_path))
+            export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert os.listdir(tmp_path) == ["vit_nano.onnx"], "no old preprocessing next to a new file"
 
 
 def test_external_weights_of_an_older_export_are_removed(fake_export: None, tmp_path: Path) -> None:
     (tmp_path / "vit_nano.onnx.data").write_text("weights of another model")
-    export_model(NANO, out=str(tmp_path))
+    export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
 
 
@@ -364,7 +372,9 @@ def test_exports_of_other_architectures_match(architecture: str, tmp_path: Path)
         preprocessing=built.preprocessing,
     )
     for format in SUFFIXES:
-        result = export_model(str(tmp_path / "saved"), format=format, out=str(tmp_path))
+        result = export_model(
+            str(tmp_path / "saved"), preprocessing=False, format=format, out=str(tmp_path)
+        )
         assert result["max_difference"] < 1e-4
         images = torch.randn(7, 3, size, size)
         with torch.inference_mode():

@@ -320,7 +320,10 @@ class TestOtherLibraries:
         monkeypatch.setattr(export_module, "export_network", lambda _, __, path, *___: path.touch())
         monkeypatch.setattr(export_module, "load_exported", lambda path, format: model)
         result = export_model(
-            str(workspace / "run"), format="torch", out=str(workspace / "exported")
+            str(workspace / "run"),
+            format="torch",
+            out=str(workspace / "exported"),
+            preprocessing=False,
         )
         sidecar = json.loads(Path(result["preprocessing"]).read_text())
         assert sidecar["thresholds"] == thresholds

@@ -433,7 +433,8 @@ def test_hostile_names_in_sheet_exports_and_space(
     Image.open(sheet).verify()
     for export_format, suffix in (("torch", ".pt2"), ("onnx", ".onnx")):
         code, _, err = run_command(
-            "export", "run", "--format", export_format, "--out", str(tmp_path / f"net{suffix}")
+            *("export", "run", "--no-preprocessing", "--format", export_format),
+            *("--out", str(tmp_path / f"net{suffix}")),
         )
         assert code == 0, err
         metadata = json.loads((tmp_path / f"net{suffix}.json").read_text(encoding="utf-8"))

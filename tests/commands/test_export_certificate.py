@@ -1,0 +1,174 @@
+"""Export with preprocessing: the exported file alone gives the answers of `Classifier`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from refusals import refused
+
+from finetune.commands import export as export_module
+from finetune.commands.export import export_model, format_export
+from finetune.commands.export_certificate import certify, vary_sizes
+from finetune.files import file_sha256
+from finetune.inference import Classifier
+from finetune.models.build import build_model
+from finetune.models.save import save_model
+
+NANO = "embedded:vit_nano"
+
+
+def gradient_image(height: int, width: int) -> Image.Image:
+    """Colors that change with the position, and a bright disc."""
+    y, x = np.mgrid[:height, :width]
+    disc = (y - height / 2) ** 2 + (x - width / 3) ** 2 < (min(height, width) / 3) ** 2
+    channels = [255 * y / height, 255 * x / width, 200 * disc]
+    return Image.fromarray(np.stack(channels, 2).astype(np.uint8))
+
+
+def probabilities(file: str, image: Image.Image) -> np.ndarray:
+    """Run an exported file without this package."""
+    pixels = np.asarray(image)[None]
+    if file.endswith(".pt2"):
+        return torch.export.load(file).module()(torch.from_numpy(pixels))[0].numpy()
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return session.run(["probabilities"], {"image": pixels})[0][0]
+
+
+@pytest.fixture(scope="module", params=["onnx", "torch"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("exported")
+    return export_model(NANO, format=request.param, out=str(folder / "below"))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (17, 900), (333, 500), (40, 32), (1500, 1100)])
+def test_image_of_any_size_gives_predicts_probabilities(
+    size: tuple[int, int], exported: dict[str, Any]
+) -> None:
+    image = gradient_image(*size)
+    classifier = Classifier.load(NANO, device="cpu")
+    [row] = classifier.predict(image, top_k=len(classifier.class_names))
+    actual = probabilities(exported["file"], image)
+    assert actual.dtype == np.float32
+    for prediction in row["predictions"]:
+        assert actual[prediction["index"]] == pytest.approx(prediction["confidence"], abs=1e-5)
+
+
+def test_files_and_certificate(exported: dict[str, Any]) -> None:
+    path = Path(exported["file"])
+    assert path.name == {"onnx": "model.onnx", "torch": "model.pt2"}[exported["format"]]
+    assert sorted(os.listdir(path.parent)) == ["certificate.json", path.name]
+    certificate = json.loads(Path(exported["certificate"]).read_text("utf-8"))
+    export = certificate["export"]
+    assert export["sha256"] == {path.name: file_sha256(path)}
+    assert export["bytes"] == path.stat().st_size
+    assert (export["top1_agreement"], export["num_images"], export["num_sizes"]) == (1, 48, 11)
+    assert 0 <= export["max_difference"] < 1e-5
+    assert export["latency_ms"] > 0
+    assert certificate["source"]["model"] == NANO
+    assert "same top-1 as the model on 48 images of embedded:digits" in format_export(exported)
+
+
+def test_metadata_is_in_the_file(exported: dict[str, Any]) -> None:
+    keys = ("classes", "input_size", "license", "source", "versions")
+    if exported["format"] == "torch":
+        files = dict.fromkeys(keys, "")
+        torch.export.load(exported["file"], extra_files=files)
+    else:
+        session = onnxruntime.InferenceSession(exported["file"])
+        assert session.get_inputs()[0].shape == [1, "height", "width", 3]
+        assert session.get_inputs()[0].type == "tensor(uint8)"
+        files = session.get_modelmeta().custom_metadata_map
+    assert json.loads(files["classes"]) == Classifier.load(NANO).class_names
+    assert json.loads(files["input_size"]) == [3, 32, 32]
+    assert json.loads(files["source"])["sha256"] == build_model(NANO).provenance["sha256"]
+
+
+def test_disagreeing_export_is_refused_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_another_mean(*arguments: Any) -> Any:
+        module = build_image_classifier(*arguments)
+        module.preprocessing.shift.add_(0.3)
+        return module
+
+    build_image_classifier = export_module._build_image_classifier
+    monkeypatch.setattr(export_module, "_build_image_classifier", with_another_mean)
+    with refused("weights.wrong_export", NANO, "0.001", "--no-preprocessing"):
+        export_model(NANO, out=str(tmp_path))
+    assert not os.listdir(tmp_path)
+
+
+def test_certify_refuses_wrong_outputs_and_failures() -> None:
+    classifier = Classifier.load(NANO, device="cpu")
+    images = [np.asarray(gradient_image(40, 60))]
+    with refused("weights.wrong_export", "40x60", "by inf"):
+        certify(lambda image: torch.zeros(1, 3), classifier, images, "net")
+    with refused("weights.wrong_export", "40x60", "nan"):
+        nan_1K = torch.full((1, len(classifier.class_names)), float("nan"))
+        certify(lambda image: nan_1K, classifier, images, "net")
+    with refused("weights.wrong_export", "40x60", "no kernel"):
+        certify(_fail, classifier, images, "net")
+
+
+def _fail(image: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no kernel")
+
+
+def test_sizes_of_the_comparison_vary() -> None:
+    varied = vary_sizes([np.asarray(gradient_image(30, 40))] * 8)
+    assert len(varied) == 24
+    ratios = [image.shape[0] / image.shape[1] for image in varied]
+    assert min(ratios) < 0.05
+    assert max(ratios) > 20
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_temperature_and_sigmoid_are_in_the_graph(
+    multilabel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build_model(NANO)
+    thresholds = [0.25] * built.model.num_classes if multilabel else None
+    temperature = None if multilabel else 2.0
+    built = dataclasses.replace(
+        built, temperature=temperature, multilabel=multilabel, thresholds=thresholds
+    )
+    monkeypatch.setattr(export_module, "build_model", lambda *_, **__: built)
+    result = export_model(NANO, out=str(tmp_path))
+    image = gradient_image(50, 70)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    classifier = Classifier.load(NANO, device="cpu")
+    logits_K = classifier.logits(classifier.pipeline([pixels]))[0]
+    expected = logits_K.sigmoid() if multilabel else (logits_K / 2).softmax(0)
+    np.testing.assert_allclose(probabilities(result["file"], image), expected, atol=1e-5)
+    found = onnxruntime.InferenceSession(result["file"]).get_modelmeta().custom_metadata_map
+    assert json.loads(found.get("thresholds", "null")) == thresholds
+
+
+def test_spec_outside_the_graph_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    built = build_model(NANO, num_classes=3, head_init="default")
+    save_model(
+        run / "model",
+        built,
+        built.model.state_dict(),
+        class_names=list("abc"),
+        preprocessing=built.preprocessing,
+    )
+    (run / "run.json").write_text("{}")
+    (run / "recipe.yaml").write_text(
+        f"model: {{name: '{NANO}'}}\n"
+        "data: {source: 'embedded:digits', eval: 'center_crop(40) | resize((32, 32))'}\n"
+        "optim: {lr: 0.1, steps: 1}\n"
+    )
+    with refused("recipe.unsupported", "center_crop(40)", "--no-preprocessing"):
+        export_model(str(run), out=str(tmp_path / "out"))

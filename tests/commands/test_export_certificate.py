@@ -172,3 +172,22 @@ def test_spec_outside_the_graph_is_refused(tmp_path: Path) -> None:
     )
     with refused("recipe.unsupported", "center_crop(40)", "--no-preprocessing"):
         export_model(str(run), out=str(tmp_path / "out"))
+
+
+def test_documented_example_gives_predicts_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A photo with EXIF orientation, so that an example that ignores it fails."""
+    export_model(NANO, out=str(tmp_path))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    gradient_image(300, 200).save(tmp_path / "photo.png", exif=exif)
+    text = (Path(__file__).parents[2] / "docs/export.md").read_text("utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["example.py", "photo.png"])
+    capsys.readouterr()
+    exec(text.partition("```python\n")[2].partition("```")[0], {})
+    name, probability = capsys.readouterr().out.rsplit(maxsplit=1)
+    [row] = Classifier.load(NANO, device="cpu").predict(tmp_path / "photo.png", top_k=1)
+    assert name == row["predictions"][0]["label"]
+    assert float(probability) == pytest.approx(row["predictions"][0]["confidence"], abs=1e-5)

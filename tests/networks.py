@@ -130,6 +130,13 @@ def forget_checksums(folder: Path) -> Path:
     return folder
 
 
+def config_without_checksums(folder: Path) -> dict[str, Any]:
+    """Return config.json of a model folder without the checksums, which depend on run times."""
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    del content["checksums"]
+    return content
+
+
 SMALL_VIT_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 

@@ -22,7 +22,7 @@ PAGES = [
         REPOSITORY / "docs" / f"{name}.md"
         for name in (
             *("README", "photos", "doctor", "data-sources", "recipes", "methods", "distributed"),
-            *("predict", "hub", "reproducibility", "performance"),
+            *("predict", "export", "hub", "reproducibility", "performance"),
         )
     ),
 ]
@@ -35,6 +35,7 @@ ELSEWHERE = {
     "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
     "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_estimate.py",
     "finetune demo": "serves until it is stopped: tests/demo",
+    "finetune train runs/short --resume": "tests/training/test_train.py",
     "finetune bench": "takes minutes: tests/bench",
     "finetune reproduce": "takes hours: tests/commands/test_reproduce.py",
     "finetune export": "tests/commands/test_export.py",

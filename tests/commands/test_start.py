@@ -307,6 +307,7 @@ OVERRIDES = (
     ("optim.momentum=0.8", "optim.betas=[0.9, 0.99]", "optim.weight_decay=0.1"),
     ("optim.decay=all", "optim.layer_decay=0.8", "optim.steps=7", "optim.warmup_steps=2"),
     ("optim.epochs=3", "optim.warmup_epochs=1", "optim.warmup_lr=1e-5", "optim.min_lr=1e-5"),
+    ("optim.schedule=wsd", "optim.decay_ratio=0.3"),
     ("optim.schedule=step", "optim.step_every=5", "optim.step_factor=0.5", "optim.clip_norm=1"),
     ("optim.label_smoothing=0.1", "optim.class_weights=balanced", "optim.focal_gamma=2"),
     ("optim.logit_adjustment=1", "optim.ema_decay=0.9", "optim.ema_warmup=false", "optim.args={}"),

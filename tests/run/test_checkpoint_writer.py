@@ -11,7 +11,6 @@ import torch
 from refusals import refused
 
 from finetune.errors import DivergedError, SetupError
-from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter, Snapshot
 from finetune.run.directory import RunDir
 
@@ -103,7 +102,7 @@ def test_invalid_state_json_has_no_best_step(run: RunDir, text: str) -> None:
     folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(text)
-    assert checkpoint._best_step_at(run, 3) is None
+    assert run.best_step_at(3) is None
 
 
 @pytest.mark.timeout(20)
@@ -111,4 +110,4 @@ def test_named_pipe_instead_of_state_json_does_not_block(run: RunDir) -> None:
     folder = run.checkpoint_folder(3)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "state.json")
-    assert checkpoint._best_step_at(run, 3) is None
+    assert run.best_step_at(3) is None

@@ -163,8 +163,8 @@ def _init_head(
             "keep" if any class name matches, else "zeros". "default" keeps timm's initialization.
         multilabel: same as for `build_model`; rows are copied only if the weights have the same
             task.
-    Returns: {"kept_classes": number of copied classes, "kept_rows_sha256": sha256 of which row
-        each class got} for the provenance; empty if no row was copied.
+    Returns: {"kept_classes": number of copied classes, "kept_rows_sha256": sha256 of the copied row
+        of each class} for the provenance; empty if no row was copied.
     Raises: RecipeError if `head_init` is "keep" and no class can be copied.
     """
     source = weights.provenance["source"]

@@ -58,7 +58,19 @@ from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["check_split_name", "evaluate_model", "format_evaluation", "write_evaluation"]
+    from finetune.recipe.schema import Recipe
+
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "check_split_name",
+    "evaluate_model",
+    "format_evaluation",
+    "has_changed",
+    "open_evaluation_data",
+    "prepare_evaluation",
+    "write_evaluation",
+]
 
 SPLITS = ("train", "val", "test")
 _MAX_CONFUSED_PAIRS = 20
@@ -131,36 +143,18 @@ def evaluate_model(
     unreadable_policy = {} if recipe is None else {"unreadable": recipe.data.unreadable}
     section = section.model_copy(update={"task": TASKS[built.multilabel], **unreadable_policy})
     accelerator = create_run_accelerator(recipe)
-    if recipe is not None and accelerator.is_main_process:
-        _warn_if_results_changed(model)
-    is_training_data = recipe is not None and redact_urls(section.source) == recipe.data.source
-    source, split = _open_split(
-        section,
-        split,
-        seed=seed,
-        is_training_data=is_training_data,
-        log_split=accelerator.is_main_process,
+    source, split, data_changed = open_evaluation_data(
+        model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
-    data_changed = is_training_data and _has_changed(model, source.splits[split])
-    if data_changed and accelerator.is_main_process:
-        logger.warning(
-            f"{section.source}: images or labels of '{split}' have changed since the run {model}; "
-            "the metrics in its results.json are those of the old images and labels"
-        )
-    mapped_split, class_names = _map_labels_to_model_classes(
-        model, built.class_names, num_classes, source, split
-    )
-    # cached features cannot be flipped
-    frozen_backbone = recipe is not None and recipe.model.freeze == "backbone" and not tta
-    network: nn.Module = built.model.to(accelerator.device, torch.float32)
-    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
-    loader = _build_loader(
-        mapped_split,
+    network, loader, class_names = prepare_evaluation(
+        model,
         built,
+        source,
+        split,
         section,
         accelerator,
-        num_classes=num_classes,
-        frozen_backbone=frozen_backbone,
+        # cached features cannot be flipped
+        use_cached_features=recipe is not None and recipe.model.freeze == "backbone" and not tta,
     )
     if tta:
         network = FlipTTA(network)
@@ -180,7 +174,7 @@ def evaluate_model(
         store = (
             loader.store
             if isinstance(loader, ImageLoader)
-            else _open_pixel_store(mapped_split, section, accelerator)
+            else _open_pixel_store(loader.store.split, section, accelerator)
         )
         result["corrupted"] = _evaluate_corruptions(
             corruptions, network, store, built, section, accelerator, num_classes=num_classes
@@ -197,6 +191,77 @@ def evaluate_model(
     }
 
 
+def open_evaluation_data(
+    model: str,
+    recipe: Recipe | None,
+    section: DataSection,
+    *,
+    seed: int,
+    split: str | None,
+    accelerator: Accelerator,
+) -> tuple[Source, str, bool]:
+    """Open the data to evaluate a model on; warn if it has changed since the run.
+
+    Args:
+        model: model argument as the user typed it.
+        recipe: recipe of the run if the model is a run directory, else None.
+        section, seed: the result of `resolve_data_section`.
+        split: see `evaluate_model`.
+    Returns: the source, the name of the split, and whether the split of the run's own data has
+        changed since the run.
+    Raises: DataError if the split does not exist.
+    """
+    is_main = accelerator.is_main_process
+    if recipe is not None and is_main:
+        _warn_if_results_changed(model)
+    is_training_data = recipe is not None and redact_urls(section.source) == recipe.data.source
+    source, name = _open_split(
+        section, split, seed=seed, is_training_data=is_training_data, log_split=is_main
+    )
+    data_changed = is_training_data and has_changed(model, source.splits[name])
+    if data_changed and is_main:
+        logger.warning(
+            f"{section.source}: images or labels of '{name}' have changed since the run {model}; "
+            "the metrics in its results.json are those of the old images and labels"
+        )
+    return source, name, data_changed
+
+
+def prepare_evaluation(
+    model: str,
+    built: BuiltModel,
+    source: Source,
+    split: str,
+    section: DataSection,
+    accelerator: Accelerator,
+    *,
+    use_cached_features: bool,
+) -> tuple[nn.Module, AnyLoader, list[str]]:
+    """Move a model to the device, and build a loader with labels in the order of its classes.
+
+    Args:
+        model: model argument as the user typed it, for messages.
+        use_cached_features: True to read cached features instead of images if possible.
+    Returns: the network, the loader, and the names of the model's classes.
+    Raises: DataError if the model lacks one of the dataset's classes.
+    """
+    num_classes = get_num_classes(model, built)
+    mapped_split, class_names = _map_labels_to_model_classes(
+        model, built.class_names, num_classes, source, split
+    )
+    network: nn.Module = built.model.to(accelerator.device, torch.float32)
+    choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
+    loader = _build_loader(
+        mapped_split,
+        built,
+        section,
+        accelerator,
+        num_classes=num_classes,
+        use_cached_features=use_cached_features,
+    )
+    return network, loader, class_names
+
+
 def _warn_if_results_changed(run: str) -> None:
     """Log a warning if results.json of a run was changed; an evaluation does not need it."""
     try:
@@ -205,7 +270,7 @@ def _warn_if_results_changed(run: str) -> None:
         logger.warning(str(error))
 
 
-def _has_changed(run: str, split: Split) -> bool:
+def has_changed(run: str, split: Split) -> bool:
     """True if a split of the training data differs from the one that the run recorded."""
     recorded = read_record(RunDir(run)).get("split_fingerprints", {})
     return recorded.get(split.name, split.fingerprint) != split.fingerprint
@@ -417,13 +482,13 @@ def _build_loader(
     accelerator: Accelerator,
     *,
     num_classes: int,
-    frozen_backbone: bool,
+    use_cached_features: bool,
 ) -> AnyLoader:
-    """Return a loader of the split's images, or of cached features if the backbone was frozen."""
+    """Return a loader of the split's images, or of cached features if possible and wanted."""
     device, preprocessing = accelerator.device, built.preprocessing
     pipeline = build_pipeline(preprocessing, section.eval, train=False)
     if (
-        frozen_backbone
+        use_cached_features
         and enable_feature_input(built.model, preprocessing.image_size, training=False) is None
     ):
         loader, _ = build_feature_loader(

@@ -17,6 +17,7 @@ __all__ = [
     "HubError",
     "Interrupted",
     "RecipeError",
+    "RegressionError",
     "SetupError",
     "WeightsError",
     "did_you_mean",
@@ -122,6 +123,13 @@ class HubError(FinetuneError):
 
     exit_code = 7
     code = "hub"
+
+
+class RegressionError(FinetuneError):
+    """A model is worse than another one by more than the user accepts (`compare --fail-if`)."""
+
+    exit_code = 8
+    code = "regression"
 
 
 class Interrupted(FinetuneError):

@@ -89,3 +89,14 @@ def test_noise_recovery(repository: Path, tmp_path: Path) -> None:
     names += [f"recovered by {version}, %" for version in ("checked", "suggested")]
     assert [row[0] for row in rows] == names
     assert len(list(tmp_path.rglob("run.json"))) == 4
+
+
+@pytest.mark.faults
+def test_compare_keeps_its_promises(repository: Path) -> None:
+    rows = run_script(repository, "compare_power.py", "--repeats", "200")
+    shares = {tuple(row[:3]): float(row[3].partition(" %")[0]) for row in rows}
+    alarms = [share for (what, *_), share in shares.items() if what.endswith("mid-p")]
+    assert len(alarms) == 4
+    assert all(share <= 7 for share in alarms)
+    assert shares["1 point lower, found", "10,000", "8.0 %"] >= 90
+    assert shares["4 points lower in one slice of 26: it is first", "10,000", "5.0 %"] >= 95

@@ -20,6 +20,7 @@ from finetune import errors
         ("SetupError", "setup", 5),
         ("DivergedError", "diverged", 6),
         ("HubError", "hub", 7),
+        ("RegressionError", "regression", 8),
     ],
 )
 def test_exit_codes_and_error_families_are_stable(name: str, family: str, exit_code: int) -> None:

@@ -22,7 +22,7 @@ PAGES = [
         REPOSITORY / "docs" / f"{name}.md"
         for name in (
             *("README", "photos", "doctor", "data-sources", "recipes", "methods", "distributed"),
-            *("predict", "export", "hub", "reproducibility", "performance"),
+            *("predict", "compare", "export", "hub", "reproducibility", "performance"),
         )
     ),
 ]
@@ -39,6 +39,8 @@ ELSEWHERE = {
     "finetune bench": "takes minutes: tests/bench",
     "finetune reproduce": "takes hours: tests/commands/test_reproduce.py",
     "finetune export": "tests/commands/test_export.py",
+    "finetune compare runs/photos": "needs a second run: tests/commands/test_compare.py",
+    "finetune compare runs/nano_32 runs/nano_48 --fail-if": "may fail, as it should: the same file",
     "finetune average": "needs several finished runs: tests/commands/test_average.py",
 }
 

@@ -23,6 +23,7 @@ SECTIONS = {
     "Use a model": (
         models.predict,
         models.evaluate,
+        models.compare,
         models.demo,
         models.export,
         models.average,

@@ -1,4 +1,4 @@
-"""Commands that take a model: predict, eval, demo, export, average, info, show, probe, report."""
+"""Commands that take a model or several, such as predict, eval, compare, export and report."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from finetune.cli.command import CommandResult, command
 from finetune.cli.shared_arguments import (
     IMAGE_SIZE,
     PORT,
+    check_model_argument,
     check_run_or_model_folder,
     checked_by,
     data_option,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "average",
+    "compare",
     "demo",
     "evaluate",
     "export",
@@ -120,6 +122,42 @@ def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
     results = evaluate_model(model, out=out, **options)
     files = write_evaluation(results, out) if out and is_main_process() else []
     return CommandResult(results, "\n".join([format_evaluation(results), *files]))
+
+
+def _parse_condition(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    from finetune.evaluation.paired import parse_fail_condition
+
+    return None if value is None else parse_fail_condition(value)
+
+
+@command("compare", example="finetune compare runs/a runs/b --out comparison")
+@click.argument("first", metavar="A", callback=checked_by(check_model_argument))
+@click.argument("second", metavar="B", callback=checked_by(check_model_argument))
+@data_option
+@click.option(
+    "--split",
+    help="train, val or test.  [default: test, else val, else the only split]",
+)
+@click.option("--out", metavar="DIR", help="Write compare.json and the page compare.html.")
+@click.option(
+    "--fail-if",
+    metavar="CONDITION",
+    callback=_parse_condition,
+    help='Exit with 8 if B is worse, such as "top1 drops 0.5" (points). Metrics: top1, top5, loss.',
+)
+def compare(first: str, second: str, out: str | None, **options: Any) -> CommandResult:
+    """Compare two models on the same images.
+
+    A and B are run directories, model folders, hf-hub:owner/name[@revision] or timm names. Both
+    are evaluated now, by default on the data of A.
+
+    Shows which answers flipped, whether the difference is significant, the slices where it is
+    largest, and the size and speed of both.
+    """
+    from finetune.commands.compare import compare_models, format_comparison
+
+    result, error = compare_models(first, second, out=out, **options)
+    return CommandResult(result, format_comparison(result, out=out), error)
 
 
 @command("demo", example="finetune demo runs/quickstart --port 0")

@@ -28,6 +28,7 @@ from finetune.errors import (
     FinetuneError,
     Interrupted,
     RecipeError,
+    RegressionError,
     SetupError,
     escape_control_chars,
     is_out_of_memory,
@@ -43,7 +44,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 # All ranks raise these errors, so only rank 0 prints them.
-_SAME_ON_ALL_RANKS = (RecipeError, DivergedError, Interrupted)
+_SAME_ON_ALL_RANKS = (RecipeError, DivergedError, RegressionError, Interrupted)
 _OUT_OF_MEMORY_HELP = (
     "out of memory; reduce data.micro_batch or set model.grad_checkpointing=true; neither changes "
     "the training. See also data.eval_batch_size and data.keep"

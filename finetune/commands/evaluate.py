@@ -66,7 +66,6 @@ __all__ = [
     "check_split_name",
     "evaluate_model",
     "format_evaluation",
-    "has_changed",
     "open_evaluation_data",
     "prepare_evaluation",
     "write_evaluation",
@@ -218,7 +217,7 @@ def open_evaluation_data(
     source, name = _open_split(
         section, split, seed=seed, is_training_data=is_training_data, log_split=is_main
     )
-    data_changed = is_training_data and has_changed(model, source.splits[name])
+    data_changed = is_training_data and _has_changed(model, source.splits[name])
     if data_changed and is_main:
         logger.warning(
             f"{section.source}: images or labels of '{name}' have changed since the run {model}; "
@@ -270,7 +269,7 @@ def _warn_if_results_changed(run: str) -> None:
         logger.warning(str(error))
 
 
-def has_changed(run: str, split: Split) -> bool:
+def _has_changed(run: str, split: Split) -> bool:
     """True if a split of the training data differs from the one that the run recorded."""
     recorded = read_record(RunDir(run)).get("split_fingerprints", {})
     return recorded.get(split.name, split.fingerprint) != split.fingerprint

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NUM_BINS",
     "ClassificationMetrics",
+    "ImageResults",
     "Metric",
     "TopLosses",
     "mean_ignoring_none",
@@ -357,3 +358,49 @@ class TopLosses:
     def _select(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
         largest_first = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["index"]))
         return largest_first[: self.limit]
+
+
+class ImageResults:
+    """Collect the result of every image of a single-label split, to compare models image by image.
+
+    Needs 48 bytes of memory per image.
+    """
+
+    def __init__(self) -> None:
+        self._columns_B6: list[Tensor] = []  # of this process
+
+    def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
+        """Add a batch; the arguments are those of `TopLosses.update`."""
+        log_probs_BK = logits_BK.double().log_softmax(1)
+        ranks_B, predicted_B = _rank_labels(logits_BK, labels_B)
+        columns = (
+            torch.from_numpy(indices),
+            predicted_B,
+            ranks_B == 0,
+            ranks_B < 5,
+            -log_probs_BK.gather(1, labels_B[:, None])[:, 0],
+            log_probs_BK.amax(1).exp(),
+        )
+        # float64 represents every index exactly
+        self._columns_B6.append(torch.stack([column.double() for column in columns], dim=1))
+
+    def compute(self, accelerator: Accelerator) -> dict[str, NDArray[Any]]:
+        """Return the results over all processes, in the order of the split.
+
+        Returns: arrays (N,): "index", "predicted", "top1" and "top5" (whether the label is the best
+            class, or among the best five), "loss" and "confidence".
+        """
+        table_N6 = torch.cat(self._columns_B6)
+        if accelerator.num_processes > 1:
+            padded = accelerator.pad_across_processes(
+                table_N6.to(accelerator.device), dim=0, pad_index=-1
+            )
+            table_N6 = torch.as_tensor(accelerator.gather(padded)).cpu()
+        table_N6 = table_N6[table_N6[:, 0] >= 0]  # without padding
+        table_N6 = table_N6[table_N6[:, 0].argsort()]
+        dtypes = {"index": int, "predicted": int, "top1": bool, "top5": bool}
+        names = ("index", "predicted", "top1", "top5", "loss", "confidence")
+        return {
+            name: column.numpy().astype(dtypes.get(name, np.float64))
+            for name, column in zip(names, table_N6.T, strict=True)
+        }

@@ -29,6 +29,7 @@ __all__ = [
     "mistake_rows",
     "no_mistakes_reason",
     "open_reported_split",
+    "split_thumbnail",
     "to_data_uri",
     "training_image_rows",
 ]
@@ -60,7 +61,7 @@ def mistake_rows(
             "label": _class_names(run, mistake),
             "predicted": run.class_name(mistake.get("predicted")),
         }
-        picture, small = _thumbnail(split, mistake) if split is not None else ("", False)
+        picture, small = split_thumbnail(split, mistake) if split is not None else ("", False)
         row |= {"name": row["name"] or "", "picture": picture, "small": small, "doctor": ""}
         if findings is not None:
             digest = _digest(split, mistake) if split is not None and picture else None
@@ -90,7 +91,7 @@ def class_thumbnails(run: Run, split: Split | None) -> list[tuple[str, bool]]:
     if [row["support"] for row in rows] != [num_images.get(k, 0) for k in range(len(rows))]:
         return []
     return [
-        _thumbnail(
+        split_thumbnail(
             split,
             {"index": first_index.get(label), "label": label},
             max_side=_CLASS_THUMBNAIL_PIXELS,
@@ -141,7 +142,7 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
     return source.splits[name], ""
 
 
-def _thumbnail(
+def split_thumbnail(
     split: Split, image: dict[str, Any], max_side: int = _THUMBNAIL_PIXELS
 ) -> tuple[str, bool]:
     """Return a thumbnail as a data URI (empty if unreadable), and whether the page enlarges it."""

@@ -84,6 +84,24 @@ BAD_OPTIONS = {
         ["eval", "net", "--data", "folder:d", "--corrupt", ""], "recipe.unknown_name", "--corrupt"
     ),
     "eval: --corrupt without a kind": BadInput("eval net --corrupt", "usage", "--corrupt"),
+    "compare: one model": BadInput("compare net", "usage", "B"),
+    "compare: a recipe": BadInput("compare net r.yaml", "recipe.conflict", "r.yaml"),
+    "compare: no such folder": BadInput("compare gone/ net", "weights.not_found", "gone"),
+    "compare: one model twice": BadInput("compare net ./net", "recipe.conflict", "./net"),
+    "compare: no data": BadInput(
+        "compare net embedded:vit_nano", "recipe.missing_option", "--data"
+    ),
+    "compare: an unknown condition": BadInput(
+        ["compare", "net", "embedded:vit_nano", "--fail-if", "top1 falls 1"],
+        *("recipe.wrong_value", "'top1 falls 1'"),
+    ),
+    "compare: a negative limit": BadInput(
+        ["compare", "net", "embedded:vit_nano", "--fail-if", "top1 drops -1"],
+        *("recipe.wrong_value", "'top1 drops -1'"),
+    ),
+    "compare: an empty --out": BadInput(
+        ["compare", "net", "embedded:vit_nano", "--out", ""], "recipe.wrong_value", "--out"
+    ),
     "predict: no such image": BadInput("predict net c.png", "data.unreadable", "c.png"),
     "predict: no match": BadInput(["predict", "net", "*.gif"], "data.unreadable", "*.gif"),
     "predict: an empty folder": BadInput(

@@ -10,7 +10,7 @@ from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES
 from finetune.evaluation.paired import MIN_SLICE_IMAGES, describe_difference, format_p_value
 from finetune.formatting import TOO_FEW_IMAGES_NOTE, format_bytes, format_short_count
 from finetune.report.html import render_html
-from finetune.report.run_data import SPLIT_NAMES, format_percent, use_narrow_spaces
+from finetune.report.run_data import SPLIT_NAMES, format_percent
 from finetune.report.thumbnails import split_thumbnail
 
 __all__ = ["render_model_comparison"]
@@ -85,12 +85,12 @@ def _has_top5(result: Mapping[str, Any]) -> bool:
 
 
 def _format_points(difference: float) -> str:
-    return use_narrow_spaces(f"{100 * difference:+.2f} points")
+    return f"{100 * difference:+.2f} points"
 
 
 def _format_interval(interval: tuple[float, float]) -> str:
     low, high = interval
-    return use_narrow_spaces(f"{100 * low:+.1f} to {100 * high:+.1f}")
+    return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
 
 def _flip_rows(flips: list[dict[str, Any]], split: Split) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ Flips 20 % of the training labels at random, runs the doctor on the training ima
 four versions of the labels: noisy; checked (the doctor's most suspicious labels, as many as it
 expects to be wrong, are compared with the truth); suggested (the same labels are replaced by the
 doctor's suggestions, unseen); and clean. The table has the test accuracy of each seed, and which
-share of the accuracy that the noise had cost is recovered.
+share of the accuracy that the noise had cost is recovered. Started again with the same folder, it
+continues: finished runs are not repeated.
 
     python benchmarks/noise_recovery.py parquet:CIFAR10 /tmp/noise --weights embedded:vit_nano
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +113,12 @@ def run(*arguments: str) -> dict[str, Any]:
     return result
 
 
+def is_done(folder: Path) -> bool:
+    """Return True for the directory of a finished run."""
+    record = folder / "run.json"
+    return record.exists() and json.loads(record.read_text())["status"] == "done"
+
+
 def format_row(name: str, values: list[float], digits: int = 2) -> str:
     """Format the values of all seeds in percent, with mean and standard deviation."""
     spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -122,22 +130,27 @@ def main() -> None:
     """Print the test accuracies, and the recovered shares."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("source", help="with the splits train and test")
-    parser.add_argument("out", type=Path, help="a new folder for images, findings and runs")
+    parser.add_argument("out", type=Path, help="folder for images, findings and runs")
     parser.add_argument("--weights", required=True)
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     out, images = options.out.absolute(), options.out.absolute() / "images"
-    images.mkdir(parents=True)
-    truth = plant_noise(options.source, images, options.images)
-    # the doctor sees no test image: their labels are right, and would help it
-    weights = ("--weights", options.weights)
-    run("data", "doctor", f"folder:{images / 'train'}", *weights, "--out", str(out / "doctor"))
-    write_versions(images, out, truth, out / "doctor")
+    if not (out / f"{VERSIONS[-1]}.csv").exists():
+        images.mkdir(parents=True)
+        truth = plant_noise(options.source, images, options.images)
+        # the doctor sees no test image: their labels are right, and would help it
+        weights = ("--weights", options.weights)
+        run("data", "doctor", f"folder:{images / 'train'}", *weights, "--out", str(out / "doctor"))
+        write_versions(images, out, truth, out / "doctor")
 
     def train(version: str, seed: int) -> float:
         recipe = out / f"{version}-{seed}.yaml"
+        folder = recipe.with_suffix("")
+        if is_done(folder):
+            return float(json.loads((folder / "results.json").read_text())["test"]["top1"])
+        shutil.rmtree(folder, ignore_errors=True)
         recipe.write_text(
             RECIPE.format(
                 weights=options.weights,
@@ -147,7 +160,7 @@ def main() -> None:
                 seed=seed,
             )
         )
-        accuracy = run("train", str(recipe), "--out", str(recipe.with_suffix("")))["test"]["top1"]
+        accuracy = run("train", str(recipe), "--out", str(folder))["test"]["top1"]
         print(f"{version}, seed {seed}: {accuracy:.4f}", file=sys.stderr, flush=True)
         return float(accuracy)
 

@@ -121,11 +121,11 @@ def last_layers_suffice(recipe: Recipe) -> str | None:
             extract=compute_layer_features,
         )
     assert values_ND is not None, "this is the only process"
-    labels = loader.store.split.labels
+    labels, groups = loader.store.split.labels, loader.store.split.groups
     first = next(loader.eval_batches(batch_size=1)).images_BCHW
     width = compute_pre_logits(network, first).shape[1]
-    alone = leave_one_out_accuracy(values_ND[:, :width], labels)
-    together = leave_one_out_accuracy(values_ND, labels)
+    alone = leave_one_out_accuracy(values_ND[:, :width], labels, groups)
+    together = leave_one_out_accuracy(values_ND, labels, groups)
     error = math.sqrt(alone * (1 - alone) * len(labels) + 1) / len(labels)
     if together >= alone - _Z * error:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,22 @@ def test_last_layers_suffice_if_earlier_ones_only_add_noise(
     assert last_layers_suffice(recipe("model.freeze=backbone")) is None  # of digits, measured
     monkeypatch.setattr(freeze_trial, "compute_features", compute)
     assert (last_layers_suffice(recipe("model.freeze=backbone")) is not None) is is_enough
+
+
+def test_layers_are_compared_on_whole_groups(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def record(values_ND: np.ndarray, labels: np.ndarray, groups: Any = None) -> float:
+        compared.append(groups)
+        return 0.5
+
+    monkeypatch.setattr(freeze_trial, "leave_one_out_accuracy", record)
+    source = [f"data.source=folder:{image_folder}", "data.num_train=null"]
+    last_layers_suffice(recipe("model.freeze=backbone", "data.group=(\\w+-[0-3])", *source))
+    assert len(compared) == 2
+    assert all("red-3" in groups for groups in compared)
 
 
 def test_after_ctrl_c_the_classifier_alone_is_trained(run_fake_trials: Any) -> None:

@@ -18,6 +18,7 @@ from tar_shards import Member, tar_bytes
 from finetune.cli import main as cli
 from finetune.cli.training import default_run_name
 from finetune.commands import start as start_module
+from finetune.commands import weight_selection
 from finetune.commands.start import StartResult, start
 from finetune.commands.suggested_weights import SuggestedWeights
 from finetune.commands.weight_selection import Candidate, Score
@@ -241,6 +242,21 @@ class TestWeightsOfTheHub:
             start(photos, overrides=["model.name=embedded:vit_nano"])
         assert findings.candidates == ["embedded:vit_nano"]
         assert not any(self.SUGGESTED.name in text for text in messages)
+
+
+def test_weights_are_compared_on_whole_groups(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def record(values_ND: np.ndarray, labels: np.ndarray, groups: Any = None) -> float:
+        compared.append(groups)
+        return 0.5
+
+    monkeypatch.setattr(weight_selection, "leave_one_out_accuracy", record)
+    start(str(image_folder), overrides=["model.name=embedded:vit_nano", "data.group=(\\w+-[0-3])"])
+    assert compared
+    assert all("red-3" in groups for groups in compared)
 
 
 class TestSecondStart:

@@ -44,6 +44,7 @@ from finetune.formatting import (
     printable_path,
     unescape_csv_formula,
 )
+from finetune.log import warn_once
 
 __all__ = [
     "Decision",
@@ -241,12 +242,12 @@ def apply_decisions(
             changed = dataclasses.replace(split, labels=labels).subset(kept)
             splits[name] = dataclasses.replace(changed, draw_indices=kept)
             counts[name] = {"dropped": num_dropped, "relabeled": num_relabeled}
-    changed_source = dataclasses.replace(source, splits=splits)
-    _check_none_is_empty(source, changed_source)
     names = source.class_names
     merged = {names[old]: names[new] for old, new in enumerate(into_K.tolist()) if old != new}
     summary = DecisionSummary(counts, merged, not_applied)
-    decided = dataclasses.replace(_merge_classes(changed_source, into_K), decisions=summary)
+    changed_source = dataclasses.replace(source, splits=splits, decisions=summary)
+    decided = _merge_classes(changed_source, into_K)
+    _check_remaining(_merge_classes(source, into_K), decided)
     check_classes(decided)
     return decided, summary
 
@@ -361,18 +362,26 @@ def _resolve_merges(source: Source, merges: Sequence[Decision]) -> np.ndarray:
     return into_K
 
 
-def _check_none_is_empty(before: Source, after: Source) -> None:
-    """Raise a DataError if a split or a class of train has lost its last image."""
-    num_classes, what = len(before.class_names), ""
+def _check_remaining(before: Source, after: Source) -> None:
+    """Raise a DataError if a split or a class of train has lost its last image.
+
+    Log a warning if a class of train has lost its last image but one.
+    """
+    names, what = before.class_names, ""
     for name, split in after.splits.items():
         counts_K, old_counts_K = (
-            count_images_per_class(one.labels, num_classes) for one in (split, before.splits[name])
+            count_images_per_class(one.labels, len(names)) for one in (split, before.splits[name])
         )
-        lost = np.flatnonzero((counts_K == 0) & (old_counts_K > 0)).tolist()
+        lost, single = (
+            ", ".join(names[k] for k in np.flatnonzero(is_small_K)[:_MAX_LISTED])
+            for is_small_K in ((counts_K == few) & (old_counts_K > few) for few in (0, 1))
+        )
         if len(split) == 0:
             what = f"'{name}'"
         elif lost and name == "train":
-            what = ", ".join(before.class_names[label] for label in lost[:_MAX_LISTED])
+            what = lost
+        elif single and name == "train":
+            warn_once(f"data.decisions: leave a single training image of {single}")
     if what:
         raise DataError(
             f"data.decisions: leave no image of {what} in {before.name}; keep one, merge the class "

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from finetune.data.class_balance import count_images_per_class
 from finetune.data.source import Source
 from finetune.doctor.findings import KINDS, Findings, class_key, read_findings
 from finetune.errors import FinetuneError, redact_urls
@@ -138,10 +141,14 @@ def render_review(
                 "left_out": left_out,
             }
         )
+    train = findings.source.splits.get("train")
+    num_classes = len(findings.source.class_names)
+    train_labels = np.empty(0, np.int64) if train is None else train.labels
     data = {
         "id": hashlib.sha256("".join(fingerprints).encode()).hexdigest()[:16],
         "source": source,
         "classes": findings.source.class_names,
+        "train_sizes": count_images_per_class(train_labels, num_classes).tolist(),
         "multilabel": findings.is_multilabel,
         "kinds": kinds,
         "decisions": dict(decisions or {}),

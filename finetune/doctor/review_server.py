@@ -176,8 +176,13 @@ class DecisionFile:
         with self._lock:
             self._read_if_changed()
             return {
-                key: {"action": one.action, "label": one.label}
-                | ({} if key in self._findings.images else {"given": one.given})
+                key: {
+                    "action": one.action,
+                    "label": one.label,
+                    "given": self._findings.given_label(key)
+                    if key in self._findings.images
+                    else one.given,
+                }
                 for key, one in self.by_key.items()
             }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from logs import logging_nothing
+from logs import logged, logging_nothing
 from refusals import refused
 from small_datasets import class_counts, random_png, write_file, write_image_folder, write_parquet
 
@@ -101,6 +101,17 @@ def test_other_images_keep_their_split(tmp_path: Path) -> None:
         for source in (digits, changed)
     )
     assert len(before ^ after) <= 6
+
+
+def test_small_classes(source: Source, tmp_path: Path) -> None:
+    """One image less is a warning; an empty class may be merged."""
+    text = "action,path,given,label\ndrop,train/dog/0.png,,\n"
+    with logged() as messages:
+        apply_text(source, tmp_path, text)
+    assert any("single training image of dog" in message for message in messages)
+    text += "relabel,train/dog/1.png,,cat\nmerge,,dog,cow\n"
+    changed, _ = apply_text(source, tmp_path, text)
+    assert changed.class_names == ["cat", "cow"]
 
 
 def test_merges_follow_each_other(source: Source, tmp_path: Path) -> None:

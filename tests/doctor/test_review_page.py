@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from demo_server import browser
 from doctor_findings import write_findings
+from refusals import refused
 from small_datasets import write_image_folder
 
 from finetune.data.decisions import apply_decisions, read_decisions
@@ -109,6 +110,37 @@ def test_decisions_are_saved_as_a_file(chromium: Any, page: Path, source: Source
     assert [one.path for one in decisions[:3]] == [train.name_of(index) for index in range(3)]
     changed, _ = apply_decisions(source, decisions, on_test=False)
     assert len(changed.splits["train"]) == len(train) - 1
+
+
+def test_a_class_that_loses_its_images_is_warned_of(
+    chromium: Any, page: Path, source: Source
+) -> None:
+    tab = chromium.new_context().new_page()
+    tab.goto(page.as_uri())
+    tab.click("#finish-button")
+    assert not tab.is_visible("#finish-classes")
+    tab.keyboard.press("Escape")
+    first = f"“{source.class_names[0]}”"
+    tab.keyboard.press("d")
+    assert not tab.is_visible("#problem")
+    tab.keyboard.press("d")
+    assert f"A single training image of {first}" in tab.text_content("#problem")
+    tab.keyboard.press("2")  # the third of three images gets another label
+    tab.click("#finish-button")
+    assert f"No training image of {first}" in tab.text_content("#finish-classes")
+    with refused("data.empty", source.class_names[0]), tab.expect_download() as download:
+        tab.click("#download")
+        apply_decisions(source, read_decisions(download.value.path()), on_test=False)
+    tab.keyboard.press("Escape")
+    tab.get_by_role("button", name="Classes").click()
+    tab.keyboard.press("m")
+    tab.click("#finish-button")
+    assert not tab.is_visible("#finish-classes")
+    with tab.expect_download() as download:
+        tab.click("#download")
+    changed, _ = apply_decisions(source, read_decisions(download.value.path()), on_test=False)
+    assert changed.class_names == source.class_names[1:]
+    tab.context.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -150,7 +150,7 @@ class TestDecisionFile:
         write_decisions(file, by_hand)
         decisions = write_review(tmp_path, source)
         assert decisions.to_json() == {
-            "train/0": {"action": "relabel", "label": "cow"},
+            "train/0": {"action": "relabel", "label": "cow", "given": "cat"},
             class_key(["cat", "kitten"]): {"action": "merge", "label": "cat", "given": "kitten"},
         }
         decisions.update({"train/0": {"action": "keep"}, class_key(["cat", "kitten"]): None})

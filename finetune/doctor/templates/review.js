@@ -1,6 +1,6 @@
 "use strict";
 // A key names what is decided: an image, such as "train/17", or the classes of a problem as JSON.
-// A decision is {action, label, given}; `given` only for classes, the one that goes.
+// A decision is {action, label, given}; `given` is the label in the data, or the class that goes.
 const data = JSON.parse(document.getElementById("data").textContent);
 const decisions = new Map(Object.entries(data.decisions));
 const PAGE = 100; // findings in a request
@@ -74,6 +74,8 @@ const nextUndecided = (of, after) => {
 
 function decide(changes) {
   if (!changes.length) return undefined;
+  const givenOf = (key) => finding(current).images.find((image) => image.key === key)?.given;
+  changes = changes.map(([key, change]) => [key, change && { given: givenOf(key), ...change }]);
   const merges = new Map([...decisions].filter(([, each]) => each.action === "merge").map(([key, each]) => [each.given, [key, each.label]]));
   for (const [key, change] of changes) {
     const other = change?.action === "merge" && merges.get(change.given);
@@ -83,9 +85,11 @@ function decide(changes) {
     if (other && other[0] !== key) return announce(`“${change.given}” is already merged into “${other[1]}”; undo that first.`, true);
   }
   undoSteps.push({ kind, current, before: changes.map(([key]) => [key, decisions.get(key) ?? null]) });
+  const warning = warnOfSmallClasses();
   apply(changes);
   const words = changes.map(([, change]) => describe(change));
   announce([...new Set(words)].join(", "));
+  if (warnOfSmallClasses() !== warning) announce(warnOfSmallClasses(), true);
   if (changes.every(([, change]) => !change)) render();
   else advance();
 }
@@ -97,6 +101,30 @@ function apply(changes) {
     unsaved.set(key, change);
   }
   save();
+}
+
+// What is left of the training images: "" unless a class has lost all, or all but one.
+function warnOfSmallClasses() {
+  const before = new Map(data.classes.map((name, index) => [name, data.train_sizes[index]]));
+  const after = new Map(before), into = new Map();
+  const add = (label, by) => { for (const name of data.multilabel ? label.split("|") : [label]) if (after.has(name)) after.set(name, after.get(name) + by); };
+  for (const [key, { action, label, given }] of decisions) {
+    if (action === "merge") into.set(given, label);
+    else if (action !== "keep" && splitOf(key) === "train") {
+      add(given ?? data.images[key].given, -1);
+      if (action === "relabel") add(label, 1);
+    }
+  }
+  for (const [from, next] of into) {
+    let to = next;
+    for (let step = 0; into.has(to) && step < into.size; step++) to = into.get(to); // a file may have a circle
+    for (const sizes of [before, after]) { sizes.set(to, sizes.get(to) + sizes.get(from)); sizes.delete(from); }
+  }
+  const having = (few) => [...after].filter(([name, size]) => size === few && before.get(name) > few).map(([name]) => `“${name}”`).join(", ");
+  return [
+    having(0) && `No training image of ${having(0)} is left, so training will refuse these decisions; keep one, or merge the class.`,
+    having(1) && `A single training image of ${having(1)} is left.`,
+  ].filter(Boolean).join(" ");
 }
 
 function advance() {
@@ -459,6 +487,8 @@ function finish() {
   const test = [...decisions].filter(([key, each]) => each.action !== "keep" && splitOf(key) === "test").length;
   $("finish-test").hidden = !test;
   $("finish-test").textContent = `${count(test, "decision")} about test images: applied only with data.decisions_on_test=true, because they change what is measured.`;
+  $("finish-classes").textContent = warnOfSmallClasses();
+  $("finish-classes").hidden = !$("finish-classes").textContent;
   if (data.pictures) {
     URL.revokeObjectURL($("download").href);
     $("download").href = URL.createObjectURL(new Blob([toCsv()], { type: "text/csv" }));

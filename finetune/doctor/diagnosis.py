@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ from finetune.training.accelerator import create_accelerator
 __all__ = ["diagnose", "format_diagnosis"]
 
 _NUM_NEIGHBORS = 4
-_CHUNK_ERRORS = 256  # label errors whose neighbors are computed at once
 # of near-duplicates, measured with planted ones; the precision if none is wrong by chance
 _MIN_PRECISION, _MIN_RECALL = 0.95, 0.94
 _NUM_LISTED = 5  # findings of each kind in the summary
@@ -109,15 +108,15 @@ def diagnose(
     neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
     facts = measure_pixels(images.decode, len(images))
     found, wrong = find_near_duplicates(neighbors, [facts[row] for row in rows])
-    near = [rows[members].tolist() for members in found]
+    near = [rows[group].tolist() for group in found]
     wrong_by_row = {group[0]: float(each) for group, each in zip(near, wrong, strict=True)}
-    same = _merge([*copies, *near], len(images))
+    same = _merge([*copies, *near])
     groups = [] if group is None else images.find_groups()
+    group_N = np.arange(len(images))
+    for members in _merge([*same, *groups]):
+        group_N[members] = members[0]
     probabilities_MK = out_of_fold_probabilities(
-        features,
-        labels,
-        _connect([*same, *groups], len(images))[rows],
-        num_classes=len(opened.class_names),
+        features, labels, group_N[rows], num_classes=len(opened.class_names)
     )
     if run_NK is not None:
         probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
@@ -273,24 +272,15 @@ def _expect_groups(
     )
 
 
-def _merge(groups: Sequence[Sequence[int]], num_rows: int) -> list[list[int]]:
+def _merge(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """Merge groups that overlap; the order is that of their first parts."""
-    number_N = _connect(groups, num_rows)
-    merged: dict[int, set[int]] = {}
+    from scipy.cluster.hierarchy import DisjointSet
+
+    merged = DisjointSet(itertools.chain.from_iterable(groups))
     for group in groups:
-        merged.setdefault(int(number_N[group[0]]), set()).update(group)
-    return [sorted(group) for group in merged.values()]
-
-
-def _connect(groups: Iterable[Sequence[int]], num_rows: int) -> NDArray[np.int64]:
-    """Number the connected components of overlapping groups. Returns: (N,), one for each row."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    pairs = [(group[0], row) for group in groups for row in group[1:]]
-    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    edges = coo_array((np.ones(len(pairs)), (first, second)), shape=(num_rows, num_rows))
-    return connected_components(edges, directed=False)[1].astype(np.int64)
+        for row in group[1:]:
+            merged.merge(group[0], row)
+    return [sorted(each) for each in merged.subsets()]
 
 
 class _Images:
@@ -313,19 +303,17 @@ class _Images:
         """Return groups of images with equal files; none if images are streamed."""
         if any(split.is_streamed for split in self._splits):
             return []
-        digests_N = np.concatenate([split.digests for split in self._splits])
-        rows = np.flatnonzero(digests_N.any(axis=1))  # unreadable images have no digest
-        return [rows[group].tolist() for group in _equal_values(digests_N[rows])]
+        digests = (digest for split in self._splits for digest in split.digests)
+        # unreadable images have no digest
+        return _equal_values(digest.tobytes() if digest.any() else None for digest in digests)
 
     def find_groups(self) -> list[list[int]]:
         """Return the rows of each group of `data.group` that has several images."""
         names = [
-            np.full(len(split), "") if split.groups is None else split.groups.astype(str)
+            split.groups if split.groups is not None else [""] * len(split)
             for split in self._splits
         ]
-        names_N = np.concatenate(names)
-        rows = np.flatnonzero(names_N != "")
-        return [rows[group].tolist() for group in _equal_values(names_N[rows])]
+        return _equal_values(str(name) or None for name in itertools.chain.from_iterable(names))
 
     def spans_splits(self, group: Sequence[int]) -> bool:
         """Return True if a group has images of several splits."""
@@ -359,14 +347,13 @@ class _Images:
         return self._class_names[int(label)]
 
 
-def _equal_values(values: NDArray[Any]) -> list[NDArray[np.int64]]:
-    """Return the indices of each value that occurs several times."""
-    if not len(values):
-        return []
-    numbers = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
-    order = np.argsort(numbers, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
-    return [group for group in groups if len(group) > 1]
+def _equal_values(values: Iterable[Hashable]) -> list[list[int]]:
+    """Return the indices of each value, except None, that occurs several times."""
+    indices: dict[Hashable, list[int]] = {}
+    for index, value in enumerate(values):
+        if value is not None:
+            indices.setdefault(value, []).append(index)
+    return [each for each in indices.values() if len(each) > 1]
 
 
 def _average(
@@ -404,8 +391,10 @@ def _find_neighbors(
 
     Returns: a .npz file with "given" and "suggested", (E, 4) rows each, nearest first; -1 for none.
     """
-    centered_MD = values_MD - values_MD.mean(axis=0)
-    centered_MD /= np.linalg.norm(centered_MD, axis=1, keepdims=True) + 1e-9
+    from sklearn.neighbors import NearestNeighbors
+    from sklearn.preprocessing import normalize
+
+    unit_MD = normalize(values_MD - values_MD.mean(axis=0))
     label_ids = _label_ids(np.concatenate([labels, errors.suggested]))
     given_M, suggested_M = label_ids[: len(labels)], label_ids[len(labels) :]
     neighbors = {}
@@ -414,14 +403,15 @@ def _find_neighbors(
         for label in np.unique(wanted_M[errors.indices]):
             numbers = np.flatnonzero(wanted_M[errors.indices] == label)
             members = np.flatnonzero(given_M == label)
-            for start in range(0, len(numbers), _CHUNK_ERRORS):
-                chunk = numbers[start : start + _CHUNK_ERRORS]
-                queries = errors.indices[chunk]
-                similarities = centered_MD[queries] @ centered_MD[members].T
-                similarities[queries[:, None] == members] = -np.inf
-                order = np.argsort(-similarities, axis=1)[:, :_NUM_NEIGHBORS]
-                is_other = np.take_along_axis(similarities, order, axis=1) > -np.inf
-                nearest[chunk, : order.shape[1]] = np.where(is_other, rows[members[order]], -1)
+            if not len(members):
+                continue
+            num_neighbors = min(_NUM_NEIGHBORS + 1, len(members))  # the image itself is one
+            search = NearestNeighbors(n_neighbors=num_neighbors, algorithm="brute")
+            queries = errors.indices[numbers]
+            found = search.fit(unit_MD[members]).kneighbors(unit_MD[queries], return_distance=False)
+            for number, query, near in zip(numbers, queries, members[found], strict=True):
+                others = rows[near[near != query]][:_NUM_NEIGHBORS]
+                nearest[number, : len(others)] = others
         neighbors[name] = nearest
     file = io.BytesIO()
     np.savez_compressed(file, **neighbors)  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ reach.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.cluster.hierarchy import DisjointSet
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,7 +53,6 @@ def find_near_duplicates(
         probability of each group that it is wrong. Each image is confirmed as a copy of at least
         one other of its group.
     """
-    num_images = len(facts)
     blank_SS = np.zeros((_S, _S), np.uint8)
     thumbnails = [blank_SS if each is None else each.thumbnail_SS for each in facts]
     thumbnails_NSS = torch.from_numpy(np.stack(thumbnails))
@@ -67,20 +66,18 @@ def find_near_duplicates(
         )
     min_detail = _min_detail_correlation(thumbnails_NSS)
     confirmed = (correlation_P >= MIN_CORRELATION) & (detail_P >= min_detail)
-    pairs, scores = pairs_P2[confirmed].numpy(), detail_P[confirmed].numpy()
-    graph = coo_array((scores, (pairs[:, 0], pairs[:, 1])), shape=(num_images, num_images))
-    group_N = connected_components(graph, directed=False)[1]
-    best: dict[int, float] = {}
-    for (first, _), score in zip(pairs, scores, strict=True):
-        group = int(group_N[first])
-        best[group] = max(best.get(group, 0.0), float(score))
-    order = sorted(best, key=lambda group: (-best[group], group))
-    groups: dict[int, list[int]] = {group: [] for group in order}
-    for index in np.flatnonzero(np.isin(group_N, order)):
-        groups[int(group_N[index])].append(int(index))
-    best_scores = np.array([best[group] for group in order])
+    pairs_Q2, scores_Q = pairs_P2[confirmed], detail_P[confirmed]
+    surest = scores_Q.argsort(descending=True, stable=True)
+    pairs, best = pairs_Q2[surest].tolist(), dict[int, float]()
+    merged = DisjointSet(itertools.chain.from_iterable(pairs))
+    for pair, score in zip(pairs, scores_Q[surest].tolist(), strict=True):
+        merged.merge(*pair)
+        for row in pair:
+            best.setdefault(row, score)
+    groups = [sorted(group) for group in merged.subsets()]  # in the order of the pairs
+    best_scores = np.array([max(best[row] for row in group) for group in groups])
     registered = detail_P[correlation_P >= MIN_CORRELATION].numpy()
-    return list(groups.values()), wrong_probabilities(registered, min_detail, best_scores)
+    return groups, wrong_probabilities(registered, min_detail, best_scores)
 
 
 def wrong_probabilities(

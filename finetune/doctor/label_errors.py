@@ -300,17 +300,28 @@ def calibrate(probabilities_NK: FloatArray, labels: NDArray[Any]) -> FloatArray:
     Args:
         probabilities_NK, labels: see `find_label_errors`.
     """
+    return _fit_noise_of_probabilities(probabilities_NK, labels)[0]
+
+
+def _fit_noise_of_probabilities(
+    probabilities_NK: FloatArray, labels: NDArray[Any]
+) -> tuple[FloatArray, FloatArray, float]:
+    """Fit the noise model, to each class of multi-label data alone. Returns: as `_fit_noise`."""
     if labels.ndim == 1:
-        return _fit_noise(_log(probabilities_NK), labels)[0]
-    return np.stack(
-        [
-            _fit_noise(_log_absent_present(probabilities_NK[:, k]), labels[:, k].astype(np.int64))[
-                0
-            ][:, 1]
-            for k in range(labels.shape[1])
-        ],
-        axis=1,
+        return _fit_noise(_log(probabilities_NK), labels)
+    true_NK, posterior_NK, high = (
+        np.empty_like(probabilities_NK),
+        np.empty_like(probabilities_NK),
+        0.0,
     )
+    for k, labels_N in enumerate(labels.T.astype(np.int64)):
+        present_N = probabilities_NK[:, k]
+        true_N2, posterior_N2, class_high = _fit_noise(
+            _log(np.stack([1.0 - present_N, present_N], axis=1)), labels_N
+        )
+        true_NK[:, k], posterior_NK[:, k] = true_N2[:, 1], posterior_N2[:, 1]
+        high += class_high
+    return true_NK, posterior_NK, high
 
 
 def _log(probabilities: FloatArray) -> FloatArray:
@@ -318,11 +329,6 @@ def _log(probabilities: FloatArray) -> FloatArray:
     return np.where(
         probabilities > 0, np.maximum(np.log(probabilities + 1e-300), _MIN_LOG_PROBABILITY), -np.inf
     )
-
-
-def _log_absent_present(probabilities_N: FloatArray) -> FloatArray:
-    """Return log-probabilities (N, 2) of the absence and the presence of a class."""
-    return _log(np.stack([1.0 - probabilities_N, probabilities_N], axis=1))
 
 
 def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> LabelErrors:
@@ -341,22 +347,15 @@ def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> Lab
     from cleanlab.rank import get_label_quality_scores as rank
 
     rows = np.arange(len(labels))
+    _, posterior_NK, high = _fit_noise_of_probabilities(probabilities_NK, labels)
     if labels.ndim == 1:
-        _, posterior_NK, high = _fit_noise(_log(probabilities_NK), labels)
         scores_N = 1.0 - rank(labels, posterior_NK)
         others_NK = posterior_NK.copy()
         others_NK[rows, labels] = -1.0
         suggested = others_NK.argmax(axis=1)
     else:
-        posterior_NK, high = np.empty_like(probabilities_NK), 0.0
-        for k, labels_N in enumerate(labels.T.astype(np.int64)):
-            log_p_N2 = _log_absent_present(probabilities_NK[:, k])
-            _, posterior_N2, class_high = _fit_noise(log_p_N2, labels_N)
-            posterior_NK[:, k] = posterior_N2[:, 1]
-            high += class_high
-        scores_N = 1.0 - rank_multilabel(
-            [np.flatnonzero(row).tolist() for row in labels], posterior_NK
-        )
+        given = [np.flatnonzero(row).tolist() for row in labels]
+        scores_N = 1.0 - rank_multilabel(given, posterior_NK)
         wrong_NK = np.abs(posterior_NK - labels)
         is_flipped_NK = wrong_NK > 0.5
         is_flipped_NK[rows, wrong_NK.argmax(axis=1)] = True

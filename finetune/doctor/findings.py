@@ -9,21 +9,24 @@ import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
+from pydantic import ValidationError
 
 from finetune.data.open_source import open_source
-from finetune.data.source import Source, Split
+from finetune.data.source import Source
 from finetune.errors import DataError, redact_urls
-from finetune.files import open_regular_file
+from finetune.report.doctor_findings import (
+    DIAGNOSIS_FILE,
+    DiagnosedImage,
+    Diagnosis,
+    read_diagnosis,
+)
 
-__all__ = ["DIAGNOSIS_FILE", "KINDS", "Findings", "class_key", "open_findings", "read_findings"]
+__all__ = ["KINDS", "Findings", "class_key", "open_findings", "read_findings"]
 
-DIAGNOSIS_FILE = "doctor.json"
 NEIGHBORS_FILE = "neighbors.npz"
 # the sections of the page, in their order
 KINDS = {
@@ -34,54 +37,7 @@ KINDS = {
     "outliers": "Outliers",
     "class_problems": "Classes",
 }
-_MAX_BYTES = 2**30
 _EXAMPLES_PER_CLASS = 4
-
-_Label = str | list[str]
-_Index = Annotated[int, Field(ge=0)]
-
-
-class _Image(TypedDict):
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    split: str
-    index: _Index
-    path: str
-    digest: NotRequired[str | None]
-    suggested: NotRequired[_Label]
-    reason: NotRequired[str]
-    score: NotRequired[FiniteFloat]
-
-
-class _ClassProblem(TypedDict):
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    kind: str
-    classes: Annotated[list[str], Field(min_length=1, max_length=2)]
-    score: FiniteFloat
-    images: _Index
-
-
-class _Split(TypedDict):
-    images: _Index
-    fingerprint: str
-
-
-class _Diagnosis(TypedDict):
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    multilabel: bool
-    splits: dict[str, _Split]
-    label_errors: list[_Image]
-    duplicates: list[list[_Image]]
-    leaks: list[list[_Image]]
-    outliers: list[_Image]
-    class_problems: list[_ClassProblem]
-    groups: NotRequired[list[list[_Image]]]
-    expected: dict[str, dict[str, FiniteFloat]]
-
-
-_ADAPTER = TypeAdapter(_Diagnosis)
 
 
 class Findings:
@@ -98,23 +54,18 @@ class Findings:
     """
 
     def __init__(
-        self, source: Source, diagnosis: _Diagnosis, neighbors: Mapping[str, NDArray[np.int64]]
+        self, source: Source, diagnosis: Diagnosis, neighbors: Mapping[str, NDArray[np.int64]]
     ) -> None:
         self.source = source
         self.expected = diagnosis["expected"]
-        self.images: dict[str, _Image] = {}
+        self.images: dict[str, DiagnosedImage] = {}
         self.keys: dict[str, list[list[str]]] = {}
         self._found: dict[str, Sequence[Any]] = {}
         self._neighbors = neighbors
         self._class_index = {name: index for index, name in enumerate(source.class_names)}
         for kind in KINDS:
-            found: Sequence[Any] = diagnosis.get(kind, [])  # type: ignore[assignment]
-            if kind in ("label_errors", "outliers"):
-                groups = [[image] for image in found]
-            elif kind == "class_problems":
-                groups = [[problem] for problem in found]
-            else:
-                groups = list(found)
+            found: Sequence[Any] = diagnosis[kind]  # type: ignore[literal-required]
+            groups = [each if isinstance(each, list) else [each] for each in found]
             self._found[kind] = groups
             self.keys[kind] = [[self._add(each) for each in group] for group in groups]
 
@@ -156,7 +107,7 @@ class Findings:
                 "score": first["score"],
                 "count": first["images"],
                 "sizes": [
-                    sum(len(self._indices_of(split, name)) for split in self.source.splits.values())
+                    sum(len(indices) for _, indices in self._images_of(name))
                     for name in first["classes"]
                 ],
                 "examples": [[name, self._class_examples(name)] for name in first["classes"]],
@@ -203,18 +154,22 @@ class Findings:
 
     def _class_examples(self, name: str) -> list[str]:
         """Return keys of images of a class, from all over the first split that has it."""
-        for split in self.source.splits.values():
-            indices = self._indices_of(split, name)
+        for split, indices in self._images_of(name):
             if len(indices):
                 chosen = np.linspace(0, len(indices) - 1, _EXAMPLES_PER_CLASS).round().astype(int)
-                return [f"{split.name}/{index}" for index in np.unique(indices[chosen])]
+                return [f"{split}/{index}" for index in np.unique(indices[chosen])]
         return []
 
-    def _indices_of(self, split: Split, name: str) -> NDArray[np.int64]:
-        """Return the indices of the images of a class."""
-        number = self._class_index[name]
-        has_class = split.labels[:, number] if split.is_multilabel else split.labels == number
-        return np.flatnonzero(has_class)
+    def _images_of(self, name: str) -> list[tuple[str, NDArray[np.int64]]]:
+        """Return the indices of the images of a class in each split."""
+        k = self._class_index[name]
+        return [
+            (
+                split.name,
+                np.flatnonzero(split.labels[:, k] if split.is_multilabel else split.labels == k),
+            )
+            for split in self.source.splits.values()
+        ]
 
 
 def class_key(classes: Sequence[str]) -> str:
@@ -222,7 +177,7 @@ def class_key(classes: Sequence[str]) -> str:
     return json.dumps(list(classes), ensure_ascii=False)
 
 
-def _join_labels(label: _Label) -> str:
+def _join_labels(label: str | list[str]) -> str:
     """Join the labels of a multi-label image, in the format of a decisions file."""
     if isinstance(label, str):
         return label
@@ -254,11 +209,10 @@ def read_findings(folder: Path, source: Source) -> Findings:
     return _check_findings(folder, source, _read_diagnosis(folder, source.name))
 
 
-def _read_diagnosis(folder: Path, source: str) -> _Diagnosis:
+def _read_diagnosis(folder: Path, source: str) -> Diagnosis:
     file = folder / DIAGNOSIS_FILE
     try:
-        with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
-            return _ADAPTER.validate_json(stream.read())
+        return read_diagnosis(folder)
     except FileNotFoundError as error:
         raise DataError(
             f"{file}: no such file; find the problems first: {_command(source, folder)}",
@@ -272,7 +226,7 @@ def _read_diagnosis(folder: Path, source: str) -> _Diagnosis:
         ) from error
 
 
-def _check_findings(folder: Path, source: Source, diagnosis: _Diagnosis) -> Findings:
+def _check_findings(folder: Path, source: Source, diagnosis: Diagnosis) -> Findings:
     now = {name: split.fingerprint for name, split in source.splits.items()}
     then = {name: split["fingerprint"] for name, split in diagnosis["splits"].items()}
     if now != then:

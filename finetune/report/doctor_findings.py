@@ -1,4 +1,4 @@
-"""What `finetune data doctor` has found about the worst mistakes of a run."""
+"""The content of doctor.json, and what it says about the worst mistakes of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat, TypeAdapter
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter
 from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
 
 from finetune.errors import RecipeError
@@ -18,32 +18,66 @@ from finetune.log import logger
 from finetune.report.run_data import Run
 from finetune.source_kinds import SOURCE_KINDS, split_source
 
-__all__ = ["DoctorFindings"]
+__all__ = ["DIAGNOSIS_FILE", "DiagnosedImage", "Diagnosis", "DoctorFindings", "read_diagnosis"]
 
-_MAX_BYTES = 1 << 28
+DIAGNOSIS_FILE = "doctor.json"
+_MAX_BYTES = 2**30
+_CONFIG = ConfigDict(strict=True, extra="allow")
+
+_Label = str | list[str]
+_Count = Annotated[int, Field(ge=0)]
 
 
-class _Image(TypedDict):
+class DiagnosedImage(TypedDict):
+    """An image with a problem."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
     split: str
+    index: _Count
     path: str
     digest: NotRequired[str | None]  # None for streamed images
-    given: NotRequired[str | list[str]]  # only of label errors and outliers, as are the others
-    suggested: NotRequired[str | list[str]]
-    score: NotRequired[FiniteFloat]
+    given: NotRequired[_Label]  # only of label errors and outliers, as are the others
+    suggested: NotRequired[_Label]
     reason: NotRequired[str]
+    score: NotRequired[FiniteFloat]
+
+
+class _ClassProblem(TypedDict):
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    kind: str
+    classes: Annotated[list[str], Field(min_length=1, max_length=2)]
+    score: FiniteFloat
+    images: _Count
 
 
 class _Split(TypedDict):
-    fingerprint: NotRequired[str]
+    images: _Count
+    fingerprint: str
 
 
-class _Diagnosis(TypedDict):
-    source: NotRequired[str]
+class Diagnosis(TypedDict):
+    """The content of doctor.json."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    source: str
+    multilabel: bool
     splits: dict[str, _Split]
-    label_errors: list[_Image]
-    leaks: list[list[_Image]]
-    duplicates: list[list[_Image]]
-    outliers: list[_Image]
+    label_errors: list[DiagnosedImage]
+    duplicates: list[list[DiagnosedImage]]
+    leaks: list[list[DiagnosedImage]]
+    outliers: list[DiagnosedImage]
+    class_problems: list[_ClassProblem]
+    groups: list[list[DiagnosedImage]]
+    expected: dict[str, dict[str, FiniteFloat]]
+
+
+def read_diagnosis(folder: Path) -> Diagnosis:
+    """Read doctor.json. Raises: OSError or ValueError if it is missing or damaged."""
+    with open_regular_file(folder / DIAGNOSIS_FILE, max_bytes=_MAX_BYTES) as stream:
+        return TypeAdapter(Diagnosis).validate_json(stream.read())
 
 
 class DoctorFindings:
@@ -55,22 +89,20 @@ class DoctorFindings:
     """
 
     def __init__(self, folder: Path) -> None:
-        file = folder / "doctor.json"
         try:
-            with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
-                content = TypeAdapter(_Diagnosis).validate_json(stream.read())
+            content = read_diagnosis(folder)
         except (OSError, ValueError) as error:
             cause = str(getattr(error, "strerror", None) or error).splitlines()[0][:200]
             raise RecipeError(
-                f"--doctor: {file}: no findings of the doctor ({cause}); create them with: "
-                "finetune data doctor SOURCE --out DIR",
+                f"--doctor: {folder / DIAGNOSIS_FILE}: no findings of the doctor ({cause}); create "
+                "them with: finetune data doctor SOURCE --out DIR",
                 code="recipe.wrong_value",
             ) from None
         self.page = folder / "doctor.html"
         self._splits = {*content["splits"]}
-        self._fingerprints = {split.get("fingerprint") for split in content["splits"].values()}
-        self._source = content.get("source")
-        self._notes: dict[tuple[str, str], list[tuple[_Image, str]]] = {}
+        self._fingerprints = {split["fingerprint"] for split in content["splits"].values()}
+        self._source = content["source"]
+        self._notes: dict[tuple[str, str], list[tuple[DiagnosedImage, str]]] = {}
         for image in content["label_errors"]:
             sure = format_percent(image.get("score", 0), 0)
             self._add(image, f"label probably {_join_names(image.get('suggested'))} ({sure} sure)")
@@ -82,7 +114,7 @@ class DoctorFindings:
         for image in content["outliers"]:
             self._add(image, f"outlier: {image.get('reason', '').replace('_', ' ')}")
 
-    def _add(self, image: _Image, note: str) -> None:
+    def _add(self, image: DiagnosedImage, note: str) -> None:
         self._notes.setdefault((image["split"], image["path"]), []).append((image, note))
 
     def warn_if_other_data(self, run: Run) -> None:
@@ -90,7 +122,7 @@ class DoctorFindings:
         source = run.recipe.data.source
         # a split that the run has changed, such as train without val, has another fingerprint
         shared = self._fingerprints & {*run.record.get("split_fingerprints", {}).values()}
-        if shared or self._source is None or _absolute(self._source) == _absolute(source):
+        if shared or _absolute(self._source) == _absolute(source):
             return
         logger.warning(
             f"--doctor: {self.page.parent}: these findings are of {self._source}, but {run.path} "

@@ -22,16 +22,19 @@ def write_findings(folder: Path, splits: tuple[str, ...] = ("train", "test")) ->
     images: list[dict[str, Any]] = [
         {
             "split": "test",
+            "index": index,
             "path": split.name_of(index),
             "digest": split.digests[index].tobytes().hex(),
         }
         for index in range(3)
     ]
     images[1]["digest"] = "0f" * 16
-    train = {"split": "train", "path": "digits row 9", "digest": None}
+    train = {"split": "train", "index": 9, "path": "digits row 9", "digest": None}
     label = str(split.labels[0])
     content = {
-        "splits": {name: {"images": 1} for name in splits},
+        "source": "embedded:digits",
+        "multilabel": False,
+        "splits": {name: {"images": 1, "fingerprint": ""} for name in splits},
         "label_errors": [
             {**images[0], "given": label, "suggested": "<b>7", "score": 0.98},
             {**images[1], "given": str(split.labels[1]), "suggested": "7", "score": 0.9},
@@ -40,6 +43,9 @@ def write_findings(folder: Path, splits: tuple[str, ...] = ("train", "test")) ->
         "duplicates": [],
         "leaks": [[images[2], train]],
         "outliers": [{**images[2], "given": label, "reason": "over_exposed", "score": 1.0}],
+        "class_problems": [],
+        "groups": [],
+        "expected": {},
     }
     folder.mkdir()
     (folder / "doctor.json").write_text(json.dumps(content))

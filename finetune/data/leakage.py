@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from finetune.data.recorded_digests import DIGEST_BYTES
 from finetune.data.source import Source, Split
 from finetune.formatting import pluralize
 
-__all__ = ["find_leakage"]
+__all__ = ["find_leakage", "is_in_splits"]
 
 # (split that is learned from or chosen by, split that is evaluated, effect on its metrics)
 _PAIRS = (
@@ -35,18 +38,22 @@ def find_leakage(source: Source) -> list[str]:
     return [warning for warning in (*copies, *groups) if warning]
 
 
+def is_in_splits(split: Split, others: Sequence[Split]) -> NDArray[np.bool_]:
+    """Return which images of a split other splits have too, by their content; none is streamed."""
+    digests = [each.digests for each in (split, *others)]
+    # NumPy compares values of 16 bytes, but not rows; unreadable images have 16 zeros
+    values_N, *known = (each.view(f"V{DIGEST_BYTES}")[:, 0] for each in digests)
+    return split.digests.any(axis=1) & np.isin(values_N, np.concatenate([values_N[:0], *known]))
+
+
 def _find_copies(known: Split, split: Split, effect: str) -> str | None:
     """Return a warning if images of `split` are also in `known`."""
     if split.is_streamed or known.is_streamed:
         return None
-    # NumPy compares values of 16 bytes, but not rows; unreadable images have 16 zeros
-    known_digests_N, digests_N = (
-        images.digests.view(f"V{DIGEST_BYTES}")[:, 0] for images in (known, split)
-    )
-    copies = np.flatnonzero(split.digests.any(axis=1) & np.isin(digests_N, known_digests_N))
+    copies = np.flatnonzero(is_in_splits(split, [known]))
     if not len(copies):
         return None
-    original = np.flatnonzero(known_digests_N == digests_N[copies[0]])[0]
+    original = np.flatnonzero((known.digests == split.digests[copies[0]]).all(axis=1))[0]
     return (
         f"split '{split.name}': {len(copies)} of {pluralize(len(split), 'image')} are copies of "
         f"{known.name} images (for example '{split.name_of(copies[0])}' of "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from finetune.commands.weight_selection import (
     score_candidates,
 )
 from finetune.data.from_recipe import open_data
-from finetune.data.recorded_digests import DIGEST_BYTES
+from finetune.data.leakage import is_in_splits
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
@@ -95,10 +96,7 @@ def choose_weights(
             logger.info(f"weights: {score}")
         return [score.candidate for score in chosen]
     named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
-    return [
-        Candidate(each.name, next(iter(sizes_of(each)), each.image_size), each.lr, each.origin)
-        for each in named
-    ]
+    return [replace(each, image_size=next(iter(sizes_of(each)), each.image_size)) for each in named]
 
 
 def _scoring_recipe(source: Source, candidate: Candidate, group: str | None) -> Recipe:
@@ -182,14 +180,12 @@ def _parts(split: Split) -> list[Split]:
     """Divide a large split, so that a killed run continues with the next part."""
     if len(split) <= IMAGES_PER_FILE:
         return [split]
-    _ = None if split.is_streamed else split.digests  # once, not for each part
-    starts = range(0, len(split), IMAGES_PER_FILE)
-    parts = [
-        split.subset(np.arange(start, min(start + IMAGES_PER_FILE, len(split)))) for start in starts
-    ]
-    if not split.is_streamed:
-        for start, part in zip(starts, parts, strict=True):
-            part.use_digests(split.digests[start : start + len(part)])
+    parts = []
+    for start in range(0, len(split), IMAGES_PER_FILE):
+        indices = np.arange(start, min(start + IMAGES_PER_FILE, len(split)))
+        parts.append(split.subset(indices))
+        if not split.is_streamed:
+            parts[-1].use_digests(split.digests[indices])
     return parts
 
 
@@ -258,19 +254,16 @@ def count_trained_images(run: str, source: Source) -> int | None:
         or images are streamed.
     """
     recipe = load_run_recipe(run)
-    if recipe is None or any(split.is_streamed for split in source.splits.values()):
+    if recipe is None:
         return None
     try:
         train = open_data(recipe.data, recipe.run.seed).splits["train"]
     except DataError:
         return None
-    if train.is_streamed:
+    splits = source.splits.values()
+    if any(split.is_streamed for split in (train, *splits)):
         return None
-    trained = _digests(train)
-    return sum(
-        int((np.isin(_digests(split), trained) & split.digests.any(axis=1)).sum())
-        for split in source.splits.values()
-    )
+    return sum(int(is_in_splits(split, [train]).sum()) for split in splits)
 
 
 def _find_held_out(run_source: Source, source: Source) -> tuple[Source, NDArray[np.int64]]:
@@ -281,23 +274,14 @@ def _find_held_out(run_source: Source, source: Source) -> tuple[Source, NDArray[
             "unknown for streamed images; leave out --run",
             code="data.unsupported",
         )
-    trained = _digests(run_source.splits["train"])
-    held_out = [_digests(split) for name, split in run_source.splits.items() if name != "train"]
+    train = run_source.splits["train"]
+    others = [split for split in run_source.splits.values() if split is not train]
     splits, rows, first_row = {}, [np.empty(0, np.int64)], 0
     for name, split in source.splits.items():
-        digests_N = _digests(split)
-        is_held_out_N = np.isin(digests_N, np.concatenate([trained[:0], *held_out]))
-        indices = np.flatnonzero(
-            is_held_out_N & ~np.isin(digests_N, trained) & split.digests.any(axis=1)
-        )
+        indices = np.flatnonzero(is_in_splits(split, others) & ~is_in_splits(split, [train]))
         if len(indices):
             splits[name] = split.subset(indices)
         rows.append(first_row + indices)
         first_row += len(split)
     held_out_source = Source(source.name, splits, source.class_names, source.description)
     return held_out_source, np.concatenate(rows)
-
-
-def _digests(split: Split) -> NDArray[np.void]:
-    """Return the digests as values, because NumPy does not compare rows."""
-    return split.digests.view(f"V{DIGEST_BYTES}")[:, 0]

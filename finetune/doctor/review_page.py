@@ -51,30 +51,21 @@ def write_review_page(folder: Path, source: Source) -> Path:
         # leave out large groups: a group is decided as a whole, so all its images must be shown
         shown[kind] = [group for group in shown[kind] if len(group["images"]) <= _MAX_GROUP]
     sides: dict[str, int] = {}
+    images = {}
     for finding in itertools.chain.from_iterable(shown.values()):
-        for _, keys in finding["examples"]:
-            sides |= {key: max(_EXAMPLE_PIXELS, sides.get(key, 0)) for key in keys}
         side = _PICTURE_PIXELS if len(finding["images"]) == 1 else _GROUP_PIXELS
-        sides |= {
-            image["key"]: max(side, sides.get(image["key"], 0)) for image in finding["images"]
-        }
-    keys = {image["key"] for group in shown.values() for one in group for image in one["images"]}
+        wanted = [(image["key"], side) for image in finding["images"]]
+        wanted += [(key, _EXAMPLE_PIXELS) for _, keys in finding["examples"] for key in keys]
+        sides |= {key: max(side, sides.get(key, 0)) for key, side in wanted}
+        for image in finding["images"]:
+            images[image["key"]] = {**findings.images[image["key"]], "given": image["given"]}
     embedded = {
         "findings": shown,
         "pictures": _picture_uris(findings, sides),
-        "images": {
-            key: {
-                **{name: findings.images[key].get(name) for name in _IMAGE_COLUMNS},
-                "given": findings.given_label(key),
-            }
-            for key in keys
-        },
+        "images": images,
     }
     write_atomically(folder / PAGE_FILE, render_review(findings, folder, embedded=embedded))
     return folder / PAGE_FILE
-
-
-_IMAGE_COLUMNS = ("split", "index", "path", "digest")
 
 
 def _picture_uris(findings: Findings, sides: Mapping[str, int]) -> dict[str, str]:
@@ -115,23 +106,21 @@ def render_review(
     Returns: the page.
     """
     source = redact_urls(findings.source.name)
+    review = shlex.join(["finetune", "data", "doctor", source, "--out", str(folder), "--review"])
     decisions_file = folder / DECISIONS_FILE if not embedded else Path(DECISIONS_FILE)
     fingerprints = [split.fingerprint for split in findings.source.splits.values()]
     kinds = []
     for kind, title in KINDS.items():
-        if kind == "groups" and not findings.keys[kind]:
-            continue  # only with data.group
         keys, left_out = findings.keys[kind], ""
+        if kind == "groups" and not keys:
+            continue  # only with data.group
+        if embedded and len(embedded["findings"][kind]) < len(keys):
+            left_out = (
+                f"{len(embedded['findings'][kind])} of {len(keys):,} are on this page, the surest "
+                f"that are not too large; all are in: {review}"
+            )
         if embedded:
-            shown = embedded["findings"][kind]
-            keys = [_keys_of(finding) for finding in shown]
-            total = len(findings.keys[kind])
-            if len(keys) < total:
-                command = ["finetune", "data", "doctor", source, "--out", str(folder), "--review"]
-                left_out = (
-                    f"{len(keys)} of {total:,} are on this page, the surest that are not too "
-                    f"large; all are in: {shlex.join(command)}"
-                )
+            keys = [_keys_of(finding) for finding in embedded["findings"][kind]]
         kinds.append(
             {
                 "name": kind,

@@ -34,6 +34,7 @@ __all__ = [
 THUMBNAIL_SIDE = 32
 NUM_NEIGHBORS = 10
 MAX_WIDTH = 192  # principal components of the features, for speed
+_ROWS, _COLUMNS = 512, 64  # compared at once (120 MB for 60,000 images), and in a group
 
 
 class Neighbors(NamedTuple):
@@ -76,17 +77,37 @@ def nearest_images(values_ND: Tensor, num_neighbors: int) -> Neighbors:
     """Find the nearest images in Euclidean distance."""
     num_images, norms_N = len(values_ND), values_ND.square().sum(1)
     unit_ND = functional.normalize(values_ND, dim=1)
+    # the closeness of two images is their product less half the second one's norm: one product of
+    # matrices, into memory that is used again
+    left_NE = torch.cat([values_ND, torch.ones(num_images, 1)], dim=1)
+    right_NE = torch.cat([values_ND, -0.5 * norms_N[:, None]], dim=1)
+    num_columns = -(-num_images // _COLUMNS) * _COLUMNS
+    closeness = torch.full((_ROWS, num_columns), -torch.inf)
     blocks = []
     with item_bar(num_images, label="nearest images") as bar:
-        for rows in torch.arange(num_images).split(512):  # 120 MB for 60,000 images
-            closeness = torch.addmm(norms_N, values_ND[rows], values_ND.T, beta=-0.5)
-            closeness[torch.arange(len(rows)), rows] = -torch.inf
-            nearest, indices = closeness.topk(min(num_neighbors, num_images - 1), dim=1)
+        for rows in torch.arange(num_images).split(_ROWS):
+            block = closeness[: len(rows)]
+            torch.mm(left_NE[rows], right_NE.T, out=block[:, :num_images])
+            block[torch.arange(len(rows)), rows] = -torch.inf
+            nearest, indices = _top_columns(block, min(num_neighbors, num_images - 1))
             squared = (norms_N[rows, None] - 2 * nearest).clamp(min=0)
             similarities = torch.einsum("nd,nkd->nk", unit_ND[rows], unit_ND[indices])
             blocks.append((indices, squared, similarities))
             bar.update(len(rows))
     return Neighbors(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+
+
+def _top_columns(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest values of each row, and their columns; a third of the time of `topk`.
+
+    They are in the k groups of columns that have the largest maxima.
+    """
+    groups = values.unflatten(1, (-1, _COLUMNS))
+    group = groups.amax(2).topk(min(k, groups.shape[1])).indices
+    candidates = groups.gather(1, group[:, :, None].expand(-1, -1, _COLUMNS)).flatten(1)
+    columns = (group[:, :, None] * _COLUMNS + torch.arange(_COLUMNS)).flatten(1)
+    largest, position = candidates.topk(k)
+    return largest, columns.gather(1, position)
 
 
 def _center(features_ND: NDArray[np.float32]) -> Tensor:

@@ -33,7 +33,7 @@ MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.82  # measured: docs/doctor.md
 MIN_OVERLAP = 0.6  # share of the image's area
 NUM_RANDOM_PAIRS = 1024
 MIN_IMAGES_TO_CALIBRATE = 50
-TAIL_WINDOW = 0.3  # in Fisher's z: width of the two windows below the limit
+TAIL_WINDOW = 0.3  # in Fisher's z: width of the three windows below the limit
 EXPECTED_FALSE_PAIRS = 0.01  # per image, if its nearest image were one of N random images
 _S, _T = THUMBNAIL_SIDE, 8
 _CROP_SIZES = ((1.0, 1), (0.9, 3), (0.8, 4), (0.7, 6))  # side, positions per axis
@@ -85,9 +85,9 @@ def wrong_probabilities(
 ) -> NDArray[np.float64]:
     """Estimate the probability that groups are wrong, from the pairs just below the limit.
 
-    Similar images that are no copies have an exponential tail of the transformed correlation. It is
-    fitted to two windows below the limit, and extrapolated above it. Copies in these windows only
-    make the estimate too pessimistic.
+    Similar images that are no copies have a tail of the transformed correlation that falls at least
+    exponentially. It is fitted to windows below the limit, and extrapolated above it. Copies just
+    below the limit raise the last window, so the faster of two rates of decay counts.
 
     Args:
         detail_P: correlation of detail of the compared pairs.
@@ -100,13 +100,14 @@ def wrong_probabilities(
         (np.arctanh(np.minimum(each, 0.9999)) - math.atanh(min_detail)) / TAIL_WINDOW
         for each in (detail_P, best)
     )
-    far, near = np.histogram(excess_P, [-2, -1, 0])[0]
+    farthest, far, near = np.histogram(excess_P, [-3, -2, -1, 0])[0]
     # without an end of the tail in sight, all confirmed pairs may be wrong
-    decay = min(near / max(far, 1), 0.9)
+    decay = min(far / max(farthest, 1), near / max(far, 1), 0.9)
     window_P, window = (np.maximum(each, -3).astype(np.int64) for each in (excess_P, excess))
     num_pairs = np.bincount(window_P[excess_P >= 0], minlength=window.max(initial=0) + 1)
-    expected_wrong = near * decay ** (window + 1.0)
-    return np.minimum(expected_wrong / np.maximum(num_pairs[window], 1), 1.0)
+    expected_wrong = far * decay ** (np.arange(len(num_pairs)) + 2.0)
+    share = np.minimum(expected_wrong / np.maximum(num_pairs, 1), 1.0)
+    return np.minimum.accumulate(share)[window]  # a higher correlation is at least as sure
 
 
 def _nearest_pairs(neighbors: Neighbors, num_neighbors: int) -> Tensor:

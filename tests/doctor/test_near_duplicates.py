@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -141,6 +142,18 @@ def test_wrong_groups_are_expected_where_similar_images_reach_the_limit() -> Non
     assert abs(expected - true) <= 2 * (true + expected) ** 0.5
     assert expect(100)[0] <= 2
     assert expect(0) == (0.0, 0)
+
+
+def test_copies_below_the_limit_are_not_taken_for_wrong_groups() -> None:
+    """As in CIFAR-10, where the copies outnumber the similar images just below the limit."""
+    rng, limit = np.random.default_rng(0), 0.82
+    similar = np.tanh(rng.exponential(0.2, 10_000))
+    copies = np.tanh(rng.normal(math.atanh(limit) + 0.75, 0.5, 2_000))
+    confirmed = np.concatenate([each[each >= limit] for each in (similar, copies)])
+    detail = np.concatenate([similar, copies])
+    true = (similar >= limit).sum()
+    expected = wrong_probabilities(detail, limit, confirmed).sum()
+    assert true / 2 <= expected <= 2 * true
 
 
 def test_sure_groups_are_right_although_others_are_not() -> None:

@@ -2,8 +2,8 @@
 
 The entry `checksums` of config.json has the sha256 of each file that was saved with config.json,
 of recipe, results and plots once they are written, and of the other entries of config.json. So
-damage is found wherever the folder is copied. The run.json of a finished run also has the sha256
-of the weights, which reveals a model/ of another run. A folder without the entry `checksums`, such
+damage is found wherever the folder is copied. The run.json of a run also has the sha256 of the
+weights, which reveals a model/ of another run. A folder without the entry `checksums`, such
 as one from timm, is not verified.
 """
 
@@ -89,8 +89,8 @@ def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
         folder: the model folder.
         source: name of the model as the user gave it, for messages.
     Returns: {file name: sha256}; empty if config.json has no checksums.
-    Raises: WeightsError if config.json was changed, or if the folder is the model/ of a finished
-        run whose run.json has the sha256 of other weights.
+    Raises: WeightsError if config.json was changed, or if the folder is the model/ of a run whose
+        run.json has the sha256 of other weights.
     """
     content = read_untrusted_json(folder / "config.json", f"{source}: config.json")
     stored = content.get("checksums") if isinstance(content, dict) else None
@@ -160,14 +160,13 @@ def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 
 
 def _weights_sha256_of_run(folder: Path) -> Any:
-    """Return the sha256 that run.json has for this model/; None unless the run is finished.
+    """Return the sha256 that run.json has for this model/; None without one.
 
-    While a finished run is extended, its model/ is replaced before its run.json.
+    While a run proceeds, run.json has none until its model/ is written.
     """
     path = folder.absolute()
     record_path = path.parent / "run.json"
     if path.name != "model" or not record_path.is_file():
         return None
     record = read_untrusted_json(record_path, str(record_path))
-    is_done = isinstance(record, dict) and record.get("status") == "done"
-    return record.get("model_sha256") if is_done else None
+    return record.get("model_sha256") if isinstance(record, dict) else None

@@ -122,7 +122,10 @@ def forget_checksums(folder: Path) -> Path:
     """Remove the checksums of a model folder and of its run, so that a test may change files."""
     for path, keys in (
         (folder / "config.json", ["checksums"]),
-        (folder.parent / "run.json", ["model_sha256", "results_sha256", "metrics_sha256"]),
+        (
+            folder.parent / "run.json",
+            [f"{name}_sha256" for name in ("model", "results", "metrics", "training_images")],
+        ),
     ):
         if path.is_file():
             content = json.loads(path.read_text())

@@ -52,7 +52,11 @@ __all__ = ["RunDir", "format_json", "resume_command"]
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 # Files with a checksum in run.json, by its key.
-_CHECKSUM_KEYS = {"results_sha256": "results.json", "metrics_sha256": "metrics.jsonl"}
+_CHECKSUM_KEYS = {
+    "results_sha256": "results.json",
+    "metrics_sha256": "metrics.jsonl",
+    "training_images_sha256": "training_images.json",
+}
 _BAD_PATH_ERRORS = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
 _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
@@ -164,15 +168,15 @@ class RunDir:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON file of the run. Returns: its content, or None if it does not exist.
 
-        Raises: CheckpointError if it cannot be read or is not valid, or if the results of a
-            finished run were changed or are those of another model.
+        Raises: CheckpointError if it cannot be read or is not valid, if it was changed after the
+            run ended, or if the results are those of another model.
         """
         path = self.path / name
         limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
         try:
             content = check_json_types(path, load_json(path, max_bytes=limit))
         except (FileNotFoundError, NotADirectoryError):
-            if name == "results.json" and self._ended_with("results_sha256"):
+            if name == "results.json" and self._checksum("results_sha256"):
                 warn_once(
                     f"{path}: the file is missing; restore it from a copy, or evaluate again: "
                     f"{resume_command(self.path)}"
@@ -184,42 +188,44 @@ class RunDir:
                 "or train in another --out",
                 code="checkpoint.damaged",
             ) from error
+        key = next((key for key, file in _CHECKSUM_KEYS.items() if file == name), None)
+        if key is not None and self._has_changed(key):
+            again = f" and evaluate again: {resume_command(self.path)}"
+            raise CheckpointError(
+                f"{path}: was changed after the run ended (its sha256 is not the one in run.json); "
+                f"restore it from a copy, or remove it{again if name == 'results.json' else ''}",
+                code="checkpoint.damaged",
+            )
         if name == "results.json":
             self._check_results_of_this_model(content)
         return content
 
     def checksums(self) -> dict[str, str]:
-        """Return the entries `results_sha256` and `metrics_sha256` of run.json, from the files."""
+        """Return the entries of run.json with the sha256 of a file, from the files."""
         paths = {key: self.path / name for key, name in _CHECKSUM_KEYS.items()}
         return {key: file_sha256(path) for key, path in paths.items() if path.is_file()}
 
     def _has_changed(self, key: str) -> bool:
-        """True if a file differs from its checksum in run.json; False while the run proceeds."""
-        checksum = self._ended_with(key)
+        """True if a file differs from its checksum in run.json; False without one."""
+        checksum = self._checksum(key)
         return checksum is not None and file_sha256(self.path / _CHECKSUM_KEYS[key]) != checksum
 
-    def _ended_with(self, key: str) -> str | None:
-        """Return a checksum of run.json; None while the run proceeds, or without one."""
-        record = self.read_json("run.json") or {}
-        return None if record.get("status") == "running" else record.get(key)
+    def _checksum(self, key: str) -> str | None:
+        """Return a checksum of run.json; None without one, as while the run proceeds."""
+        return (self.read_json("run.json") or {}).get(key)
 
     def _check_results_of_this_model(self, results: dict[str, Any]) -> None:
-        """Raise CheckpointError if a finished run has other results or another model."""
-        if self._has_changed("results_sha256"):
-            raise CheckpointError(
-                f"{self.path / 'results.json'}: was changed after the run ended (its sha256 is not "
-                "the one in run.json); restore it from a copy, or remove it and evaluate again: "
-                f"{resume_command(self.path)}",
-                code="checkpoint.damaged",
-            )
+        """Raise CheckpointError if the results of a run that has ended are of another model."""
         record = self.read_json("run.json") or {}
         expected, actual = (each.get("model_sha256") for each in (record, results))
-        # While a finished run is extended, its status is "running", and results.json changes last.
-        if record.get("status") == "done" and expected not in (None, actual):
+        # While a finished run is extended, results.json changes last. Runs of older releases have
+        # no checksum of it.
+        has_ended = "results_sha256" in record or record.get("status") == "done"
+        if has_ended and expected not in (None, actual):
             raise CheckpointError(
                 f"{self.path / 'results.json'}: these are results of another model (model_sha256 "
-                f"is {actual}, in run.json {expected}); restore it from a copy, or train in "
-                "another --out",
+                f"is {actual}, in run.json {expected}); restore it from a copy, or remove it and "
+                f"evaluate again: {resume_command(self.path)}",
                 code="checkpoint.damaged",
             )
 

@@ -95,6 +95,7 @@ class RunRecord(TypedDict, total=False):
     model_sha256: str  # sha256 of the weights in model/
     results_sha256: str  # sha256 of results.json when the run ended; missing in older runs
     metrics_sha256: str  # sha256 of metrics.jsonl when the run ended; missing in older runs
+    training_images_sha256: str  # the same of training_images.json
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded
     # size and machine, only with `data.micro_batch: auto`; a malformed entry is ignored when read

@@ -31,8 +31,9 @@ _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
-# Entries of run.json that are written at the end of a run.
-_END_OF_RUN_KEYS = {"error_code", "model_sha256", "metrics_sha256", "pushed", "results_sha256"}
+# Entries of run.json that are written at the end of a run, and removed when it continues.
+_END_OF_RUN_KEYS = {"error_code", "model_sha256", "pushed"}
+_END_OF_RUN_KEYS |= {"metrics_sha256", "results_sha256", "training_images_sha256"}
 
 
 def start_or_resume(
@@ -118,7 +119,7 @@ def start_or_resume(
     run.drop_metrics_after(0 if is_branch else start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
     record = {
-        **record,
+        **cast(RunRecord, {k: v for k, v in record.items() if k not in _END_OF_RUN_KEYS}),
         "status": "running",
         "training_keys": training_keys(setup.recipe),
         "precision": precision,
@@ -133,11 +134,8 @@ def start_or_resume(
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
     if is_branch and start_step:
-        record = {
-            **cast(RunRecord, {k: v for k, v in record.items() if k not in _END_OF_RUN_KEYS}),
-            **_new_id(),
-            "branched_from": {"run": record.get("id"), "step": start_step},
-        }
+        branched_from = {"run": record.get("id"), "step": start_step}
+        record = {**record, **_new_id(), "branched_from": branched_from}
     write_record(run, record)
     if is_branch and start_step:
         _copy_history(source, run, step=start_step)

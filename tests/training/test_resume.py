@@ -354,6 +354,18 @@ def test_branch_with_another_recipe_is_refused(wsd_run: RunDir) -> None:
     assert read_record(RunDir(wsd_run.path.parent / "a")) == {}
 
 
+def test_a_run_that_continues_forgets_how_it_ended(run: RunDir) -> None:
+    """Its files will change, and its new weights are not the pushed ones."""
+    start(run, make_setup("optim.schedule=constant"))
+    save(run, 2)
+    keys = ["model_sha256", "results_sha256", "metrics_sha256", "training_images_sha256"]
+    ended = {**dict.fromkeys(keys, "0"), "pushed": {"repository": "alice/net"}, "error_code": None}
+    write_record(run, {**read_record(run), "status": "done", **ended})
+    longer = make_setup("optim.schedule=constant", "optim.steps=300")
+    assert start(run, longer, resume=True) == 2
+    assert not ended.keys() & read_record(run).keys()
+
+
 def test_edited_recipe_of_a_run_is_refused(run: RunDir) -> None:
     start(run, make_setup("optim.schedule=constant"))
     save(run, 2)

@@ -317,17 +317,18 @@ def _load_run(name: str) -> _LoadedRun:
 
 
 def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
-    """Raise if two runs differ in network, pretrained weights, classes or validation images."""
+    """Raise if two runs differ in network, pretrained weights, classes or evaluated images."""
     shapes = [{k: v.shape for k, v in member.state_dict.items()} for member in (first, other)]
     records = [member.record for member in (first, other)]
     origins = [record.get("weights_sha256") for record in records]
     networks = [record.get("plan", {}).get("architecture") for record in records]
     paths = f"{other.run.path} and {first.run.path}"
-    if shapes[0] != shapes[1] or networks[0] != networks[1]:
+    args = [record.get("network") for record in records]
+    if shapes[0] != shapes[1] or networks[0] != networks[1] or args[0] != args[1]:
         raise WeightsError(
-            f"{paths}: the runs differ in architecture ({networks[1]}, {networks[0]}) or in tensor "
-            "shapes, for example in the number of classes; give runs of the same architecture and "
-            "classes",
+            f"{paths}: the runs differ in architecture ({networks[1]}, {networks[0]}), its "
+            "arguments or tensor shapes, for example in the number of classes; give runs of the "
+            "same architecture and classes",
             code="weights.wrong_shape",
         )
     if origins[0] != origins[1]:
@@ -343,13 +344,15 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
         [record.get("plan", {}).get("eval_pipeline"), *map(config.get, _PREPROCESSING_KEYS)]
         for record, config in zip(records, configs, strict=True)
     ]
+    both_tested = all("test" in each for each in fingerprints)
     if validation_settings[0] != validation_settings[1] or any(
-        fingerprints[0].get(name) != fingerprints[1].get(name) for name in ("val", "classes")
+        fingerprints[0].get(name) != fingerprints[1].get(name)
+        for name in ("val", "classes", *(["test"] if both_tested else []))
     ):
         raise DataError(
-            f"{paths}: the runs used different validation images or preprocessing, so one may have "
-            "trained on the other's validation images; use the same data.split_seed, data.eval, "
-            "data.mean and so on in all recipes",
+            f"{paths}: the runs used different validation or test images or preprocessing, so one "
+            "may have trained on the other's validation or test images; use the same data, "
+            "data.split_seed, data.eval, data.mean and so on in all recipes",
             code="data.split_mismatch",
         )
 

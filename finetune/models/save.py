@@ -64,6 +64,13 @@ class BuiltModel:
     thresholds: list[float] | None = None
     posemb: str = "timm"
 
+    @property
+    def network_args(self) -> dict[str, Any]:
+        """What defines the network besides its weights, as JSON: the sha256 of a file omits it."""
+        posemb = self.provenance.get("posemb")
+        args = {**self.model_args, "architecture": self.architecture, "posemb": posemb}
+        return dict(json.loads(json.dumps(args)))
+
 
 def save_model(
     folder: str | Path,

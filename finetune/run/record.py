@@ -135,8 +135,8 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
     return {
         "recipe": training_keys_without_seed(recipe),
         "data": splits,
-        "weights": [record.get("weights_sha256"), record.get("preprocessing")],
-        "teacher": record.get("teacher", {}).get("sha256"),
+        "weights": [record.get(key) for key in ("weights_sha256", "preprocessing", "network")],
+        "teacher": [record.get("teacher", {}).get(key) for key in ("sha256", "config_sha256")],
     }
 
 

@@ -63,6 +63,8 @@ class TeacherRecord(TypedDict, total=False):
 
     architecture: str
     parameters: _Count
+    sha256: str | None  # sha256 of the weights file
+    config_sha256: str  # sha256 of network, preprocessing and order of the classes
     top1: _Number
     split: str
     examples: _Count
@@ -92,6 +94,7 @@ class RunRecord(TypedDict, total=False):
     weights_sha256: str | None  # sha256 of the weights file that training started from
     kept_rows_sha256: str | None  # sha256 of the rows of the pretrained head that were kept
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
+    network: dict[str, Any]  # `BuiltModel.network_args`
     model_sha256: str  # sha256 of the weights in model/
     results_sha256: str  # sha256 of results.json when the run ended; missing in older runs
     metrics_sha256: str  # sha256 of metrics.jsonl when the run ended; missing in older runs

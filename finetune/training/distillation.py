@@ -10,6 +10,8 @@ Without random training transforms, its outputs are computed once and cached lik
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +26,9 @@ from finetune.data.loader import Batch
 from finetune.data.source import Split
 from finetune.errors import CheckpointError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.feature_extraction import feature_identity
+from finetune.files import file_sha256
 from finetune.log import logger
+from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, linear_classifier_names
 from finetune.models.save import BuiltModel
@@ -182,9 +186,14 @@ class Distillation:
         if not is_logits:
             self._add_projection(setup.built.model, black_BCHW)
         names = ("architecture", "parameters", "sha256")
+        # config.json is not part of the sha256 of the weights
+        config = json.dumps(
+            [built.network_args, asdict(built.preprocessing), order], sort_keys=True
+        )
         self.teacher_info = {
             "name": section.teacher,
             **{name: built.provenance.get(name) for name in names},
+            "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
             **_recorded_accuracy(section.teacher),
         }
 
@@ -322,6 +331,7 @@ def _recorded_accuracy(name: str) -> dict[str, Any]:
     """Read the teacher's test accuracy, else its validation accuracy, from its results.json.
 
     Returns: a dict with keys "split", "top1" and "examples"; empty if no accuracy is recorded.
+    Raises: WeightsError if results.json was changed.
     """
     folder = (
         locate_weights(name)
@@ -330,6 +340,10 @@ def _recorded_accuracy(name: str) -> dict[str, Any]:
     )
     with contextlib.suppress(CheckpointError):
         results = RunDir(folder).read_json("results.json") if folder is not None else None
+        if folder is not None and results:
+            checksums = read_checksums(folder, source=name)
+            sha256 = file_sha256(folder / "results.json")
+            verify_checksum("results.json", sha256, checksums, source=name)
         for split in ("test", "val"):
             metrics = (results or {}).get(split) or {}
             if metrics.keys() >= {"top1", "examples"}:

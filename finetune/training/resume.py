@@ -100,10 +100,14 @@ def start_or_resume(
             has_checkpoint=bool(steps) if is_branch else steps == source.checkpoint_steps(),
             branch=run if is_branch else None,
         )
-        if teacher is not None and record.get("teacher", {}).get("sha256") != teacher["sha256"]:
+        recorded_teacher = record.get("teacher", {})
+        if teacher is not None and any(
+            recorded_teacher.get(key, teacher[key]) != teacher[key]
+            for key in ("sha256", "config_sha256")
+        ):
             raise RecipeError(
-                f"{source.path}: started with different weights of the teacher {teacher['name']}; "
-                "restore them, or choose another --out",
+                f"{source.path}: started with different weights, class names or preprocessing of "
+                f"the teacher {teacher['name']}; restore them, or choose another --out",
                 code="recipe.not_this_run",
             )
         if is_done and run.has_model() and setup.num_steps == _recorded_num_steps(record, setup):
@@ -129,7 +133,7 @@ def start_or_resume(
         "train_val_fingerprint": setup.source.train_val_fingerprint(),
         "weights_sha256": setup.built.provenance.get("sha256"),
         "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
-        "preprocessing": _preprocessing_entry(setup),
+        **cast(RunRecord, _config_entries(setup)),
     }
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
@@ -276,7 +280,7 @@ def _check_same_run(
 
 
 def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> None:
-    """Raise WeightsError if pretrained weights, class names or preprocessing have changed."""
+    """Raise WeightsError if pretrained weights, class names, preprocessing or network changed."""
     name = setup.recipe.model.name
     sha256 = setup.built.provenance.get("sha256")
     if (recorded_sha256 := record.get("weights_sha256")) != sha256:
@@ -285,7 +289,7 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
             f"{recorded_sha256}; restore them, or train again in another --out",
             code="weights.wrong_version",
         )
-    # Class names and preprocessing are in config.json, which `sha256` does not cover.
+    # Class names, preprocessing and network are in config.json, which `sha256` does not cover.
     kept_rows = setup.built.provenance.get("kept_rows_sha256")
     if record.get("kept_rows_sha256", kept_rows) != kept_rows:
         raise WeightsError(
@@ -294,24 +298,24 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
             "in another --out",
             code="weights.wrong_version",
         )
-    preprocessing = _preprocessing_entry(setup)
-    if (recorded_preprocessing := record.get("preprocessing", preprocessing)) != preprocessing:
-        changed = ", ".join(
-            f"{key}: the run has {recorded_preprocessing.get(key)}, now {value}"
-            for key, value in preprocessing.items()
-            if recorded_preprocessing.get(key) != value
-        )
-        raise WeightsError(
-            f"{name}: the preprocessing has changed since the run {run.path} started ({changed}); "
-            "restore its config.json, or train again in another --out",
-            code="weights.wrong_version",
-        )
+    for part, values in _config_entries(setup).items():
+        old = cast(dict[str, Any], record.get(part, values))
+        if changed := [key for key in {**old, **values} if old.get(key) != values.get(key)]:
+            listed = ", ".join(
+                f"{key}: the run has {old.get(key)}, now {values.get(key)}" for key in changed
+            )
+            raise WeightsError(
+                f"{name}: the {part} has changed since the run {run.path} started ({listed}); "
+                "restore its config.json, or train again in another --out",
+                code="weights.wrong_version",
+            )
 
 
-def _preprocessing_entry(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the preprocessing of a setup in its form in run.json: lists instead of tuples."""
+def _config_entries(setup: TrainingSetup) -> dict[str, dict[str, Any]]:
+    """Return the entries of run.json that come from config.json: lists instead of tuples."""
     entry = dataclasses.asdict(setup.preprocessing)
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
+    preprocessing = {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
+    return {"preprocessing": preprocessing, "network": setup.built.network_args}
 
 
 def _num_common_steps(setup: TrainingSetup, recorded_num_steps: int) -> int:

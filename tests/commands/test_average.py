@@ -262,11 +262,18 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
     for changes, *names in (
         ({"weights_sha256": "0" * 64}, "0" * 64, file_sha256(base / "model.safetensors")),
         ({"preprocessing": preprocessing}, "[0.7, 0.8, 0.9]", base),
+        ({"network": {**record["network"], "num_heads": 1}}, "num_heads: the run has 1", base),
     ):
         replaced = shutil.copytree(a, tmp_path / "replaced", dirs_exist_ok=True)
         (replaced / "run.json").write_text(json.dumps({**record, **changes}))
         with refused("weights.wrong_version", *names):
             average_runs([str(replaced)], alphas=[0.5], out=out)
+    with refused("weights.wrong_shape", replaced, "arguments"):  # also of the same shapes
+        average_runs([a, str(replaced)], out=out)
+    fingerprints = {**record["split_fingerprints"], "test": "0" * 64}
+    (replaced / "run.json").write_text(json.dumps({**record, "split_fingerprints": fingerprints}))
+    with refused("data.split_mismatch", replaced, "test images"):
+        average_runs([a, str(replaced)], out=out)
     train(finetune_recipe(base, "data.val_fraction=0", "optim.steps=1"), tmp_path / "none")
     with refused("data.no_split", tmp_path / "none"):
         average_runs([str(tmp_path / "none")], alphas=[0.5], out=out)

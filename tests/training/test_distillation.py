@@ -402,11 +402,28 @@ class TestRecords:
         assert "teacher `run`: kind logits at temperature 4, weight 0.5" in card
         assert f"{100 * top1:.2f} % accuracy on its own 40 test images" in card
         assert str(teacher.parent) not in card
+        copy = shutil.copytree(teacher / "model", tmp_path / "copy")
+        results = json.loads((copy / "results.json").read_text())
+        (copy / "results.json").write_text(
+            json.dumps({**results, "test": {**results["test"], "top1": 1.0}})
+        )
+        with refused("weights.damaged", copy, "results.json"):
+            train(make_recipe(copy), tmp_path / "other")
 
     def test_resume_refuses_a_changed_teacher(self, teacher: Path, tmp_path: Path) -> None:
         other = tmp_path / "teacher"
         forget_checksums(shutil.copytree(teacher / "model", other))
         train_until_killed(5, make_recipe(other), tmp_path / "run")
+        config = json.loads((other / "config.json").read_text())
+        preprocessing = {**config["pretrained_cfg"], "mean": [0.1, 0.2, 0.3]}
+        for change in (
+            {"label_names": config["label_names"][::-1]},
+            {"pretrained_cfg": preprocessing},
+        ):
+            (other / "config.json").write_text(json.dumps({**config, **change}))
+            with refused("recipe.not_this_run", other):
+                train(make_recipe(other), tmp_path / "run", resume=True)
+        (other / "config.json").write_text(json.dumps(config))
         tensors = load_file(other / "model.safetensors")
         save_file(
             {key: value * 1.01 for key, value in tensors.items()}, other / "model.safetensors"

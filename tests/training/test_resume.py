@@ -136,7 +136,7 @@ def test_resume_refuses_other_class_names_of_a_head_that_is_kept(
     assert start(run, setup("2", "1", "other"), resume=True) == 2
 
 
-def test_resume_refuses_weights_with_other_preprocessing(run: RunDir, tmp_path: Path) -> None:
+def test_resume_refuses_weights_with_another_config(run: RunDir, tmp_path: Path) -> None:
     write_timm_folder(tmp_path / "net")
     config_path = tmp_path / "net" / "config.json"
 
@@ -152,6 +152,11 @@ def test_resume_refuses_weights_with_other_preprocessing(run: RunDir, tmp_path: 
     config["pretrained_cfg"]["mean"] = [0.7, 0.8, 0.9]
     config_path.write_text(json.dumps(config))
     with refused("weights.wrong_version", tmp_path / "net", "[0.7, 0.8, 0.9]"):
+        start(run, setup(), resume=True)
+    config["pretrained_cfg"]["mean"] = [0.1, 0.2, 0.3]
+    config["model_args"]["num_heads"] = 4  # another network with tensors of the same shapes
+    config_path.write_text(json.dumps(config))
+    with refused("weights.wrong_version", tmp_path / "net", "num_heads: the run has 2, now 4"):
         start(run, setup(), resume=True)
 
 

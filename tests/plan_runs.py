@@ -102,7 +102,7 @@ def write_run(
 
 def write_probe(folder: Path) -> Path:
     """Write a probe.json. Returns: its folder."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     shots = {"1": {"seeds": [0.1, 0.2]}, "5": {"seeds": [0.3, 0.5]}}
     for row in shots.values():
         row |= {"accuracy": sum(row["seeds"]) / 2, "std": 0.05}  # type: ignore[dict-item]

@@ -26,7 +26,7 @@ from finetune.commands.reproduce_plan import (
     to_smoke_plan,
     use_source_of_run,
 )
-from finetune.errors import Interrupted, RecipeError, did_you_mean
+from finetune.errors import DataError, Interrupted, RecipeError, did_you_mean, redact_urls
 from finetune.evaluation.claims import VERDICTS, claims_table, primary_metric
 from finetune.evaluation.metrics import mean_std
 from finetune.files import write_atomically
@@ -34,9 +34,15 @@ from finetune.formatting import MISSING, format_mean_std, markdown_table
 from finetune.log import logger
 from finetune.ranks import is_main_process
 from finetune.recipe.schema import Recipe
-from finetune.run.directory import resume_command
+from finetune.run.directory import RunDir, resume_command
 from finetune.run.integrity import load_json
-from finetune.run.record import load_run_recipe, read_finished_results
+from finetune.run.record import (
+    differing_inputs,
+    load_run_recipe,
+    read_finished_results,
+    read_record,
+    training_identity,
+)
 from finetune.training.accelerator import destroy_process_group
 from finetune.training.train import train
 
@@ -165,7 +171,7 @@ def _run_entry(
     """
     if entry.probe is not None:
         return _probe_or_load(
-            entry, load_recipe_with(()), folder / entry.name, run_missing=run_missing
+            entry, load_recipe_with(()), folder / entry.name, run_missing=run_missing, done=done
         )
 
     def get_results(path: Path, recipe: Recipe) -> _Results | None:
@@ -213,11 +219,29 @@ def _run_entry(
             finished_runs[path] = results
         elif not done:
             return None
+    _check_same_inputs(entry.name, list(finished_runs))
     return (
         EntryResult(entry, list(finished_runs), list(finished_runs.values()), choices)
         if finished_runs
         else None
     )
+
+
+def _check_same_inputs(name: str, folders: Sequence[Path]) -> None:
+    """Raise DataError if the seeds of an entry, which are averaged, had different images."""
+    recipes = [(folder, load_run_recipe(folder)) for folder in folders]
+    identities = [
+        training_identity(recipe, read_record(RunDir(folder)))
+        for folder, recipe in recipes
+        if recipe is not None
+    ]
+    if inputs := differing_inputs(identities):
+        raise DataError(
+            f"{name}: its runs ({', '.join(map(str, folders))}) used different "
+            f"{' and '.join(inputs)}, so their mean is not meaningful; remove the wrong ones and "
+            "run the command again",
+            code="data.changed",
+        )
 
 
 def _train_or_resume(folder: Path, recipe: Recipe) -> _Results:
@@ -251,15 +275,19 @@ def _load_finished_copy(folder: Path, recipe: Recipe) -> _Results | None:
 
 
 def _probe_or_load(
-    entry: PlanEntry, recipe: Recipe, folder: Path, *, run_missing: bool
+    entry: PlanEntry, recipe: Recipe, folder: Path, *, run_missing: bool, done: bool
 ) -> EntryResult | None:
-    """Probe the features of a recipe's weights, unless a finished probe exists."""
+    """Probe the features of a recipe's weights, unless a finished probe of them exists.
+
+    With `done`, its data may have been at another path.
+    """
     settings, model = entry.probe, recipe.model.name
     assert settings is not None
     file = folder / "probe.json"
     probe = load_json(file) if file.is_file() else {}
     shots = {int(count): row for count, row in probe.get("shots", {}).items()}
     has_same_settings = probe.get("model") == model and tuple(shots) == settings.shots
+    has_same_settings &= done or probe.get("data") == redact_urls(recipe.data.source)
     if has_same_settings and all(len(row["seeds"]) == settings.draws for row in shots.values()):
         probe["shots"] = shots
     elif run_missing:

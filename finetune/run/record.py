@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ __all__ = [
     "describe_decisions",
     "describe_split_decisions",
     "describe_teacher",
+    "differing_inputs",
     "load_run_recipe",
     "read_finished_results",
     "read_recipe",
@@ -130,7 +131,9 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
     if section.split_seed is None:  # then run.seed draws the subsets and the validation split
         drawn = {"train", "val"} | ({"test"} if section.num_test else set())
         splits = {name: value for name, value in splits.items() if name not in drawn}
-        if not (section.num_train or section.num_val or section.long_tail):
+        if section.num_train or section.num_val or section.long_tail:
+            splits["source images"] = record.get("source_images")
+        else:
             splits["train and val"] = record.get("train_val_fingerprint")
     return {
         "recipe": training_keys_without_seed(recipe),
@@ -138,6 +141,20 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
         "weights": [record.get(key) for key in ("weights_sha256", "preprocessing", "network")],
         "teacher": [record.get("teacher", {}).get(key) for key in ("sha256", "config_sha256")],
     }
+
+
+def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what runs do not have in common besides their recipes, such as "images".
+
+    Args:
+        identities: the result of `training_identity` for each run.
+    """
+    names = {"data": "images or labels", "weights": "pretrained weights", "teacher": "teachers"}
+    return [
+        name
+        for key, name in names.items()
+        if any(each[key] != identities[0][key] for each in identities)
+    ]
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

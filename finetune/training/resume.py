@@ -131,6 +131,7 @@ def start_or_resume(
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
         "split_fingerprints": fingerprints,
         "train_val_fingerprint": setup.source.train_val_fingerprint(),
+        "source_images": {n: len(split.images) for n, split in setup.source.splits.items()},
         "weights_sha256": setup.built.provenance.get("sha256"),
         "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
         **cast(RunRecord, _config_entries(setup)),

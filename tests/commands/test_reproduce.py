@@ -241,6 +241,20 @@ def test_run_copied_without_its_model_is_not_trained_again(
     assert len(fake_training) == 3
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_seeds_of_other_images_are_not_averaged(
+    done: bool, plan: str, fake_training, tmp_path: Path
+) -> None:
+    """Runs without model/ are not resumed, which would compare the images."""
+    run_plan(plan, only=["plain"], out=tmp_path)
+    (tmp_path / "plain-s0" / "model").rmdir()
+    record_path = tmp_path / "plain-s0" / "run.json"
+    record = json.loads(record_path.read_text())
+    record_path.write_text(json.dumps({**record, "split_fingerprints": {"classes": "0"}}))
+    with refused("data.changed", tmp_path / "plain-s0", "different images"):
+        run_plan(plan, only=[] if done else ["plain"], out=tmp_path, done=done)
+
+
 def test_probe_entries_run_once(
     plan: str, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +262,10 @@ def test_probe_entries_run_once(
 
     def probe(model: str, **kwargs: Any) -> dict[str, Any]:
         probe_calls.append({"model": model, **kwargs})
-        return json.loads((write_probe(kwargs["out"]) / "probe.json").read_text())
+        path = write_probe(kwargs["out"]) / "probe.json"
+        result = {**json.loads(path.read_text()), "data": kwargs["data"]}
+        path.write_text(json.dumps(result))
+        return result
 
     monkeypatch.setattr(experiments, "probe_model", probe)
     entry = "  - name: few\n    recipe: small.yaml\n    probe: {shots: [1, 5], draws: 2}\n"
@@ -262,6 +279,9 @@ def test_probe_entries_run_once(
     run_plan(plan, only=["few"], out=tmp_path / "out")
     summary = run_plan(plan, done=True, out=tmp_path / "out")
     assert (len(probe_calls), list(summary["probes"])) == (1, ["few"])
+    other = {"embedded:digits": "parquet:other"}
+    run_plan(plan, only=["few"], out=tmp_path / "out", sources=other)
+    assert [call["data"] for call in probe_calls] == ["embedded:digits", "parquet:other"]
     assert "    5    0.4000" in format_plan_results(summary)
     Path(plan).write_text(Path(plan).read_text().replace("draws: 2", "draws: 3"))
     assert run_plan(plan, done=True, out=tmp_path / "out")["probes"] == {}

@@ -16,6 +16,7 @@ from finetune.report.comparison import (
     run_rows,
     unique_run_names,
 )
+from finetune.report.page import write_comparison
 from finetune.report.run_data import Run, read_run
 
 
@@ -62,6 +63,9 @@ class TestGroupByRecipe:
             ("split_seed=0", {"split_fingerprints": {"train": "b", "test": "a"}}, 2),
             ("num_test=20", {"split_fingerprints": {"train": "b", "test": "b"}}, 1),
             ("num_train=200", {"train_val_fingerprint": "b"}, 1),
+            ("num_train=200", {"source_images": {"train": 9}}, 2),
+            ("split_seed=0", {"network": {"num_heads": 1}}, 2),
+            ("split_seed=0", {"teacher": {"sha256": "a", "config_sha256": "b"}}, 2),
         ],
     )
     def test_seeds_of_other_weights_or_images_are_another_group(
@@ -71,6 +75,9 @@ class TestGroupByRecipe:
             "split_fingerprints": {"train": "a", "test": "a"},
             "train_val_fingerprint": "a",
             "weights_sha256": "a",
+            "source_images": {"train": 8},
+            "network": {"num_heads": 3},
+            "teacher": {"sha256": "a", "config_sha256": "a"},
         }
         runs = []
         for seed, changes in enumerate(({}, keys)):
@@ -79,6 +86,10 @@ class TestGroupByRecipe:
             (path / "run.json").write_text(json.dumps({**record, **same, **changes}))
             runs.append(read_run(path))
         assert len(group_by_recipe(runs)) == num_groups
+        write_comparison([run.path for run in runs], tmp_path / "page.html")
+        assert ("The runs used different" in (tmp_path / "page.html").read_text()) == (
+            num_groups == 2
+        )
 
     def test_long_settings_are_replaced_by_numbers(self, tmp_path: Path) -> None:
         runs = [

@@ -4,10 +4,10 @@ The first trial trains a classifier on frozen features, which takes seconds. The
 all weights, starting from this classifier. Both are evaluated on the same validation images, so
 they are compared image by image.
 
-The second trial can take longer than the whole run that trains only the classifier. It is then
-skipped if the network's last layers already suit the images: if a linear classifier gets worse with
-the features of these layers in addition to the pre-logits. Training all weights helps if the
-pre-logits lack what earlier layers know.
+The trials can take longer than the whole run that trains only the classifier. They are then skipped
+if the network's last layers already suit the images: if a linear classifier gets worse with the
+features of these layers in addition to the pre-logits. Training all weights helps if the pre-logits
+lack what earlier layers know.
 
 Sources: Kumar et al. 2022, "Fine-tuning can distort pretrained features" (LP-FT); Evci et al. 2022,
 "Head2Toe: Utilizing intermediate representations for better transfer learning".
@@ -38,9 +38,7 @@ _Z = 1.96  # a 95 % interval extends this many standard errors to each side of t
 _NUM_IMAGES = 256  # training images on which features are compared
 
 
-def compare_frozen_and_full(
-    frozen: Recipe, full: Recipe, *, size: str, is_affordable: bool
-) -> tuple[bool, str]:
+def compare_frozen_and_full(frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
     """Train the classifier alone, then all weights, and compare them on the validation split.
 
     The second trial is skipped if the classifier alone leaves nothing to gain, and ends at the
@@ -50,7 +48,6 @@ def compare_frozen_and_full(
         frozen: recipe that trains only the classifier.
         full: recipe that trains all weights for a short time.
         size: image size of both, for messages.
-        is_affordable: False to skip the second trial if `last_layers_suffice`.
     Returns: True to train all weights, and the reason.
     """
     try:
@@ -62,9 +59,6 @@ def compare_frozen_and_full(
         reason = f"a trial on {images}: {accuracy_text} with the classifier alone"
         if accuracy + _Z * math.sqrt(accuracy * (1 - accuracy) / num_images) >= 1:
             return False, f"{reason}, which leaves nothing to gain"
-        if not is_affordable and (why := last_layers_suffice(frozen)):
-            logger.info(f"trial 2 of 2: skipped, because {why}")
-            return False, f"{reason}, and {why}"
         label = "trial 2 of 2: all weights"
         with contextlib.closing(run_trial(full, label=label, init_from=head.state)) as trial:
             for evaluation in trial:

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from finetune import __version__
 from finetune.cache import CacheFolder, cache_path
-from finetune.commands.freeze_trial import compare_frozen_and_full
+from finetune.commands.freeze_trial import compare_frozen_and_full, last_layers_suffice
 from finetune.commands.suggested_weights import is_on_hub, suggest_weights
 from finetune.commands.weight_selection import (
     Candidate,
@@ -77,6 +77,7 @@ _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
 # Length of a trial: passes over the data, but at most a fraction of the run.
 _TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
+_STEP_PASSES = 4  # a training step takes about as long as so many forward passes
 _FIXED_SECONDS = 8.0  # of a run that trains only the classifier, besides computing the features
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
 _CHOICE_NAME = re.compile(r"[0-9a-f]{64}\.json")
@@ -247,6 +248,15 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         )
         return replace(frozen, reason=reason)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
+    # Trials use the smallest images: a gain does not depend on the size, but the time does.
+    smallest = min(same_weights, key=lambda each: each.forward_seconds)
+    small_head = builder.short_head_recipe(replace(frozen, score=smallest))
+    trial_epochs = min(_TRIAL_EPOCHS, full.epochs * _TRIAL_FRACTION)
+    trial_seconds = _STEP_PASSES * smallest.forward_seconds * trial_epochs * builder.stats.num_train
+    is_affordable = trial_seconds <= (seconds + _FIXED_SECONDS) / 2
+    if not is_affordable and (why := last_layers_suffice(small_head)):
+        logger.info(f"only the classifier will be trained: {why}")
+        return replace(frozen, reason=why)
     for score in same_weights:  # the best image size at which all weights can be trained
         seconds_per_image = _measure_training(builder, replace(full, score=score))
         epoch_seconds = seconds_per_image * builder.stats.num_train
@@ -257,8 +267,6 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         return replace(frozen, reason=f"training all weights would take about {whole} here")
     epochs = min(full.epochs, max(1, math.floor(BUDGET_SECONDS / epoch_seconds)))
     full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
-    # The trial uses the smallest images: a gain does not depend on the size, but the time does.
-    smallest = min(same_weights, key=lambda each: each.forward_seconds)
     speedup = score.forward_seconds / smallest.forward_seconds
     trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
     trial_seconds = trial_epochs * epoch_seconds / speedup
@@ -267,10 +275,9 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         "weights; Ctrl-C skips them"
     )
     is_full, reason = compare_frozen_and_full(
-        builder.short_head_recipe(replace(frozen, score=smallest)),
+        small_head,
         builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
         size=smallest.candidate.pixels,
-        is_affordable=trial_seconds <= (seconds + _FIXED_SECONDS) / 2,
     )
     return replace(full if is_full else frozen, reason=reason)
 

@@ -18,8 +18,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import timm
@@ -32,6 +30,7 @@ from finetune.data.groups import group_indices
 from finetune.data.source import Split
 from finetune.errors import FinetuneError, RecipeError, is_out_of_memory
 from finetune.evaluation.feature_extraction import compute_features, feature_batch_size
+from finetune.evaluation.linear_probe import Standardizer
 from finetune.formatting import format_percent, pluralize
 from finetune.log import only_warnings, quiet
 from finetune.models.batch_norm import batch_norm_layers
@@ -61,7 +60,6 @@ MIN_SCORED_IMAGES = 64  # in the first round; with fewer, two networks differ by
 MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
 MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
-_GROUP_FOLDS = 5  # if images have groups
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
@@ -271,15 +269,20 @@ def _compete(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
 def _drop_worse(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
     """Sort networks, best first, and move those that are clearly worse to `dropped`.
 
-    A network is clearly worse if its rank is below the 95 % interval of the best one.
+    A network is clearly worse if its rank is below the 95 % interval of the best one. A slower one
+    must win by a standard error (see `sort_scores`), which narrows the interval.
     """
     by_score = {each.score: each for each in contenders}
     ranked = sort_scores(list(by_score))
     highest = max(ranked, key=lambda score: score.rank)
-    lowest = highest.rank - _Z * highest.standard_error
-    contenders[:] = [by_score[score] for score in ranked if score.rank >= lowest]
+
+    def may_win(score: Score) -> bool:
+        errors = _Z - (score.forward_seconds > highest.forward_seconds)
+        return score.rank >= highest.rank - errors * highest.standard_error
+
+    contenders[:] = [by_score[score] for score in ranked if may_win(score)]
     for score in ranked:
-        if score.rank < lowest:
+        if not may_win(score):
             by_score[score].release_network()
             dropped.append(by_score[score])
 
@@ -428,43 +431,45 @@ def leave_one_out_accuracy(
 ) -> float:
     """Return the leave-one-out accuracy of ridge regression on standardized features.
 
+    One eigendecomposition gives the predictions for all left-out images B and all L2 weights:
+    y_B - (I - H_BB)^-1 (y - H y)_B, where the matrix H maps labels to fitted labels.
+
     Args:
         values_ND: features.
         labels: class indices (N,), or 0/1 indicators (N, K) for multi-label data.
-        groups_N: see `Split.groups`. If some images share a group, folds of whole groups are left
-            out instead, because an image predicts the others of its group too well.
+        groups_N: see `Split.groups`. Whole groups are left out, because an image predicts the
+            others of its group too well.
     Returns: top-1 accuracy, or for multi-label data the mean average precision over classes.
     """
-    from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
-    from sklearn.metrics import accuracy_score, average_precision_score
-    from sklearn.model_selection import GroupKFold, cross_val_predict
-    from sklearn.preprocessing import StandardScaler
-
     if labels.ndim == 2:  # a class that no image or every image has cannot be scored
-        labels = labels[:, labels.any(axis=0) & ~labels.all(axis=0)].astype(np.int64)
-        if labels.shape[1] < 2:
-            labels = labels.sum(axis=1, dtype=np.int64)
-
-    def mean_average_precision(ridge: object, scores_NK: Any, *_: object, **__: object) -> float:
-        return float(average_precision_score(labels, scores_NK))
-
-    inputs_ND = StandardScaler().fit_transform(values_ND)
-    numbers_N = np.arange(len(labels)) if groups_N is None else group_indices(groups_N)
-    num_groups = int(numbers_N.max()) + 1
+        targets_NK = labels[:, labels.any(axis=0) & ~labels.all(axis=0)].astype(np.float64)
+    else:
+        targets_NK = np.eye(int(labels.max()) + 1)[labels]
+    inputs_ND = Standardizer.fit(values_ND)(values_ND)
+    group_N = np.arange(len(labels)) if groups_N is None else group_indices(groups_N)
+    if not group_N.any():  # a single group
+        group_N = np.arange(len(labels))
+    left_out = [np.flatnonzero(group_N == group) for group in range(group_N.max() + 1)]
+    predicted_NK, accuracies = np.empty_like(targets_NK), []
     with threadpool_limits(1):  # the matrices are small: threads would wait for each other
-        if 1 < num_groups < len(labels):
-            predict = partial(
-                cross_val_predict,
-                X=inputs_ND,
-                y=labels,
-                groups=numbers_N,
-                cv=GroupKFold(min(_GROUP_FOLDS, num_groups)),
-                method="decision_function" if labels.ndim == 2 else "predict",
-            )
-            score = average_precision_score if labels.ndim == 2 else accuracy_score
-            return max(float(score(labels, predict(RidgeClassifier(l2)))) for l2 in _L2_WEIGHTS)
-        ridge = RidgeClassifierCV(
-            _L2_WEIGHTS, scoring=mean_average_precision if labels.ndim == 2 else "accuracy"
-        )
-        ridge.fit(inputs_ND, labels)
-    return float(ridge.best_score_)
+        values_N, vectors_NN = np.linalg.eigh(inputs_ND @ inputs_ND.T)
+        for l2 in _L2_WEIGHTS:
+            hat_NN = (vectors_NN * (values_N / (values_N + l2))) @ vectors_NN.T + 1 / len(labels)
+            residuals_NK = targets_NK - hat_NN @ targets_NK
+            for images in left_out:
+                kept_BB = np.eye(len(images)) - hat_NN[np.ix_(images, images)]
+                error_BK = np.linalg.solve(kept_BB, residuals_NK[images])
+                predicted_NK[images] = targets_NK[images] - error_BK
+            accuracies.append(_accuracy(predicted_NK, targets_NK, labels))
+    return max(accuracies)
+
+
+def _accuracy(
+    predicted_NK: NDArray[np.float64], targets_NK: NDArray[np.float64], labels: NDArray[np.int64]
+) -> float:
+    """Return the accuracy or, for multi-label data, the mean average precision."""
+    if labels.ndim == 1:
+        return float((predicted_NK.argmax(axis=1) == labels).mean())
+    from sklearn.metrics import average_precision_score  # takes half a second to import
+
+    return float(average_precision_score(targets_NK, predicted_NK)) if targets_NK.size else 0.0

@@ -34,8 +34,6 @@ def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
     def compare(
         head: TrialEvaluation | type[BaseException],
         full: Sequence[TrialEvaluation | type[BaseException]],
-        *,
-        is_affordable: bool = True,
     ) -> tuple[bool, list[Any]]:
         reached: list[Any] = []
 
@@ -50,9 +48,7 @@ def run_fake_trials(monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield each
 
         monkeypatch.setattr(freeze_trial, "run_trial", trial)
-        is_full, reason = compare_frozen_and_full(
-            "frozen", "full", size="32 px", is_affordable=is_affordable
-        )
+        is_full, reason = compare_frozen_and_full("frozen", "full", size="32 px")
         assert reason
         return is_full, reached
 
@@ -89,23 +85,6 @@ def test_a_trial_that_is_clearly_worse_is_abandoned(run_fake_trials: Any) -> Non
 def test_no_second_trial_if_nothing_is_left_to_gain(run_fake_trials: Any) -> None:
     assert run_fake_trials(evaluation(1.0, 0.1), []) == (False, [])
     assert run_fake_trials(evaluation(0.97, 0.1), []) == (False, [])
-
-
-@pytest.mark.parametrize(
-    "why, is_affordable, reached", [("x", False, 0), ("x", True, 1), (None, False, 1)]
-)
-def test_an_expensive_trial_is_skipped_if_the_last_layers_suffice(
-    why: str | None,
-    is_affordable: bool,
-    reached: int,
-    run_fake_trials: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(freeze_trial, "last_layers_suffice", lambda recipe: why)
-    full = [evaluation(0.9, 0.1)]
-    is_full, evaluations = run_fake_trials(HEAD, full, is_affordable=is_affordable)
-    assert bool(is_full) is bool(reached)
-    assert len(evaluations) == reached
 
 
 @pytest.mark.parametrize("informative, is_enough", [("last", True), ("earlier", False)])

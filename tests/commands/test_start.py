@@ -71,9 +71,7 @@ class Findings:
         self.trials: list[tuple[Recipe, Recipe]] = []
         self.candidates: list[str] = []
 
-    def compare(
-        self, frozen: Recipe, full: Recipe, *, size: str, is_affordable: bool
-    ) -> tuple[bool, str]:
+    def compare(self, frozen: Recipe, full: Recipe, *, size: str) -> tuple[bool, str]:
         self.trials.append((frozen, full))
         return self.full_is_better, f"a trial at {size}"
 
@@ -92,6 +90,7 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
 
     monkeypatch.setattr(start_module, "score_candidates", score)
     monkeypatch.setattr(start_module, "compare_frozen_and_full", fake.compare)
+    monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: None)
     monkeypatch.setattr(
         start_module, "measure_seconds_per_image", lambda setup, train: fake.step_seconds
     )
@@ -144,6 +143,23 @@ class TestChoice:
         findings.step_seconds = 300 / 20 / 15
         assert start(photos).recipe.model.freeze == "backbone"
         assert findings.trials == []
+
+    @pytest.mark.parametrize(
+        "why, seconds, num_trials", [("x", 1.0, 0), ("x", 1e-4, 1), (None, 1.0, 1)]
+    )
+    def test_expensive_trials_are_skipped_if_the_last_layers_suffice(
+        self,
+        why: str | None,
+        seconds: float,
+        num_trials: int,
+        photos: str,
+        findings: Findings,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: why)
+        findings.scores = [replace(findings.scores[0], forward_seconds=seconds)]
+        assert start(photos).recipe.model.freeze == ("none" if num_trials else "backbone")
+        assert len(findings.trials) == num_trials
 
     def test_no_trial_with_few_images_of_a_class(
         self, photos: str, findings: Findings, monkeypatch: pytest.MonkeyPatch

@@ -24,12 +24,12 @@ from finetune.commands.evaluate import (
     check_split_name,
     open_evaluation_data,
     prepare_evaluation,
+    warn_of_training_images,
 )
-from finetune.data.from_recipe import open_data, resolve_data_section
-from finetune.data.leakage import find_leakage
+from finetune.data.from_recipe import resolve_data_section
 from finetune.data.source import Source, Split
 from finetune.data.thread_pool import thread_map
-from finetune.errors import DataError, FinetuneError, RecipeError, RegressionError, redact_urls
+from finetune.errors import DataError, RecipeError, RegressionError, redact_urls
 from finetune.evaluation.evaluator import evaluate
 from finetune.evaluation.metrics import ImageResults
 from finetune.evaluation.paired import (
@@ -60,8 +60,8 @@ from finetune.progress import item_bar
 from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
-from finetune.run.directory import RunDir, format_json
-from finetune.run.record import load_run_recipe, read_record
+from finetune.run.directory import format_json
+from finetune.run.record import load_run_recipe
 from finetune.training.accelerator import create_run_accelerator
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def compare_models(
     )
     if accelerator.is_main_process:
         for name, recipe in zip(names, recipes, strict=True):
-            _warn_of_training_images(name, recipe, source, split)
+            warn_of_training_images(name, recipe, source, split)
     networks, stores, evaluated, class_names = [], [], [], []
     for name, recipe, each in zip(names, recipes, built, strict=True):
         network, loader, classes = prepare_evaluation(
@@ -240,23 +240,6 @@ def _as_decoded_for(
     images = dataclasses.replace(source.splits[split], decode_size=own["decode_size"])
     source = dataclasses.replace(source, splits={split: images})
     return source, split, section.model_copy(update=own)
-
-
-def _warn_of_training_images(model: str, recipe: Recipe | None, source: Source, split: str) -> None:
-    """Warn if a run was trained on some of the images, so that the comparison favors it."""
-    images = source.splits[split]
-    if recipe is None or split == "train" or images.is_streamed:
-        return
-    if read_record(RunDir(model)).get("split_fingerprints", {}).get(split) == images.fingerprint:
-        return  # a run has checked its own splits already
-    try:
-        train = open_data(recipe.data, recipe.run.seed).splits["train"]
-    except FinetuneError:  # its data is not on this machine
-        return
-    for warning in find_leakage(
-        dataclasses.replace(source, splits={"train": train, split: images})
-    ):
-        logger.warning(f"{model}: {warning}")
 
 
 def _find_flips(

@@ -18,10 +18,18 @@ from torch import nn
 from finetune.data.decisions import split_decisions
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
+from finetune.data.leakage import find_leakage
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore, build_pixel_store
 from finetune.data.source import Source, Split
-from finetune.errors import CheckpointError, DataError, RecipeError, did_you_mean, redact_urls
+from finetune.errors import (
+    CheckpointError,
+    DataError,
+    FinetuneError,
+    RecipeError,
+    did_you_mean,
+    redact_urls,
+)
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
@@ -68,6 +76,7 @@ __all__ = [
     "format_evaluation",
     "open_evaluation_data",
     "prepare_evaluation",
+    "warn_of_training_images",
     "write_evaluation",
 ]
 
@@ -145,6 +154,8 @@ def evaluate_model(
     source, split, data_changed = open_evaluation_data(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
+    if accelerator.is_main_process:
+        warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(
         model,
         built,
@@ -259,6 +270,32 @@ def prepare_evaluation(
         use_cached_features=use_cached_features,
     )
     return network, loader, class_names
+
+
+def warn_of_training_images(model: str, recipe: Recipe | None, source: Source, split: str) -> None:
+    """Warn if a run was trained on some of the images, so that its metrics are too high.
+
+    Args:
+        recipe: recipe of the run if the model is a run directory, else None.
+    """
+    images = source.splits[split]
+    if recipe is None or images.is_streamed:
+        return
+    is_own_data = redact_urls(source.name) == recipe.data.source
+    if is_own_data and (split == "train" or not _has_changed(model, images)):
+        return  # a run has checked its own splits already
+    try:
+        train = open_data(recipe.data, recipe.run.seed).splits["train"]
+    except FinetuneError:
+        logger.warning(
+            f"{model}: its training images cannot be opened here ({recipe.data.source}), so copies "
+            f"of them in '{split}' are not found"
+        )
+        return
+    for warning in find_leakage(
+        dataclasses.replace(source, splits={"train": train, "test": images})
+    ):
+        logger.warning(f"{model}: {warning}")
 
 
 def _warn_if_results_changed(run: str) -> None:

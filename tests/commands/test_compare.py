@@ -236,6 +236,26 @@ class TestPhotos:
         assert f"{photos[1]}: " not in err
         assert result["images"] < 30
 
+    def test_copies_of_training_images_are_noticed_in_other_data(
+        self, photos: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A folder of classes is one split, named train."""
+        copy = f"folder:{shutil.copytree(photos[0] / 'photos' / 'train', tmp_path / 'copy')}"
+        compare(*photos[1:], data=copy)
+        err = capsys.readouterr().err
+        assert [f"{run}: split 'train': " in err for run in photos[1:]] == [True, True]
+        evaluate_model(photos[1], data=copy)
+        assert "are copies of train images" in capsys.readouterr().err
+        evaluate_model(photos[1])
+        evaluate_model(photos[1], split="train")
+        assert "copies of" not in capsys.readouterr().err
+        moved = tmp_path / "moved"
+        shutil.copytree(photos[1], moved)
+        recipe = (moved / "recipe.yaml").read_text()
+        (moved / "recipe.yaml").write_text(recipe.replace(str(photos[0]), str(tmp_path / "gone")))
+        evaluate_model(str(moved), data=copy)
+        assert f"{moved}: its training images cannot be opened here" in capsys.readouterr().err
+
     def test_three_images(self, photos: tuple[Path, str, str], tmp_path: Path) -> None:
         for number, name in enumerate(("red", "red", "green")):
             (tmp_path / "few" / name).mkdir(parents=True, exist_ok=True)

@@ -356,8 +356,9 @@ def _results_section(content: CardContent) -> list[str]:
 
 
 def _uncertainty_notes(content: CardContent) -> list[str]:
-    """Confidence intervals, and warnings about too few images or a missing test split."""
-    lines: list[str] = []
+    """Confidence intervals, and warnings about leaks, too few images or a missing test split."""
+    leakage = content.record.get("leakage", [])
+    lines = [line for leak in leakage for line in (f"> **Leak:** {_escape_markdown(leak)}.", "")]
     results = content.results
     ranges, few = [], []
     for split, name in (("test", "test"), ("val", "validation")):

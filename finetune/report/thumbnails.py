@@ -139,7 +139,11 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
     if name not in source.splits:
         split_title = SPLIT_NAMES[name]
         return None, f"Images are not shown: the data no longer has a {split_title} split."
-    return source.splits[name], ""
+    split = source.splits[name]
+    recorded = run.record.get("split_fingerprints", {}).get(name)
+    if recorded is not None and recorded != split.fingerprint:
+        return None, "Images are not shown: the data has changed since the run."
+    return split, ""
 
 
 def split_thumbnail(

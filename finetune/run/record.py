@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from finetune.errors import CheckpointError, FinetuneError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count, pluralize
+from finetune.log import warn_once
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import (
@@ -94,7 +95,8 @@ def read_recipe(run: RunDir) -> Recipe:
     if recorded := read_record(run).get("training_keys"):
         changes = changed_training_keys(recorded, recipe)
         for key in LOCATION_KEYS:
-            changes.pop(key, None)
+            if change := changes.pop(key, None):
+                warn_once(f"{path}: {key} was changed after the run started: {change}")
         if changes:
             listed = "; ".join(f"{key}: {values}" for key, values in changes.items())
             raise CheckpointError(

@@ -120,6 +120,13 @@ def test_multilabel_thresholds_without_validation() -> None:
     assert "no validation split" in text
 
 
+def test_leaks_are_next_to_the_metrics() -> None:
+    record = {**card_content().record, "leakage": ["split 'test': 1 of 30 images are copies"]}
+    line = "> **Leak:** split 'test': 1 of 30 images are copies."
+    assert line in render_card(card_content(record=record))
+    assert "Leak" not in render_card(card_content())
+
+
 def test_metrics_on_few_images_have_confidence_intervals() -> None:
     few_images = {**TEST, "top1": 0.75, "examples": 20}
     many_images = {**TEST, "examples": 1000}

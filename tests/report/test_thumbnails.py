@@ -65,6 +65,15 @@ class TestMistakes:
 
     def test_changed_data_shows_no_thumbnails(self, tmp_path: Path) -> None:
         run = write_and_read_run(tmp_path / "run")
+        split, _ = open_reported_split(run)
+        assert split is not None
+        for fingerprint in (split.fingerprint, "0" * 64):
+            run.record["split_fingerprints"] = {"test": fingerprint}
+            rows, note = load_mistake_rows(run)
+            is_same = fingerprint == split.fingerprint
+            assert [bool(row["picture"]) for row in rows] == [is_same] * 3
+            assert ("the data has changed since the run" in note) == (not is_same)
+        del run.record["split_fingerprints"]
         for mistake in run.results["test"]["mistakes"]:
             mistake["label"] = (mistake["label"] + 1) % 10
         rows, note = load_mistake_rows(run)

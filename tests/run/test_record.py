@@ -14,8 +14,15 @@ from refusals import refused
 from finetune.errors import DataError, Interrupted
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
-from finetune.run.record import read_finished_results, read_record, record_status, write_record
+from finetune.run.record import (
+    read_finished_results,
+    read_recipe,
+    read_record,
+    record_status,
+    write_record,
+)
 
 RECIPE = tiny_recipe_text()
 
@@ -81,6 +88,21 @@ def test_run_that_never_started_gets_no_record(tmp_path: Path) -> None:
     with run_that_ends_with(RunDir(tmp_path), None):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_was_edited_by_hand_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data may have moved, or the report would name other data than that of its figures."""
+    run, recipe = RunDir(tmp_path), parse_recipe(RECIPE)
+    write_record(run, {"status": "done", "training_keys": training_keys(recipe)})
+    for source in ("embedded:digits", "hub:other/set"):
+        text = recipe.to_yaml().replace("embedded:digits", source)
+        (tmp_path / "recipe.yaml").write_text(text)
+        assert read_recipe(run).data.source == source
+    (message,) = caplog.messages
+    assert "data.source was changed" in message
+    assert "'embedded:digits', now 'hub:other/set'" in message
 
 
 def test_finished_results_need_status_done_and_the_same_recipe(tmp_path: Path) -> None:

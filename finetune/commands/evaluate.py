@@ -27,6 +27,7 @@ from finetune.errors import (
     DataError,
     FinetuneError,
     RecipeError,
+    SetupError,
     did_you_mean,
     redact_urls,
 )
@@ -120,7 +121,7 @@ def evaluate_model(
         "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
     Raises: RecipeError if the data source is unknown; DataError if the model lacks one of the
         data's classes, or the split does not exist; SetupError if the temperature cannot be
-        written.
+        written, or `out` is a run or a model.
     """
     if split is None and fit_temperature:
         split = "val"
@@ -137,6 +138,12 @@ def evaluate_model(
         # `add_checksums` hashes all files again, which would hide a damaged adapter
         verify_model_folder(config.parent, source=model)
     if out is not None:
+        if any((Path(out) / name).exists() for name in ("run.json", "config.json")):
+            raise SetupError(
+                f"--out: '{out}' has a run or a model, whose results.json would be replaced; "
+                "choose another folder",
+                code="setup.exists",
+            )
         make_writable_folder(Path(out), option="--out")
     recipe = load_run_recipe(model)
     section, seed = resolve_data_section(model, recipe, data)
@@ -178,6 +185,11 @@ def evaluate_model(
     )
     evaluator.evaluate(network, batch_size=section.eval_batch_size, progress=True)
     result = evaluator.results()
+    if split == built.provenance.get("calibrated_on") and accelerator.is_main_process:
+        logger.warning(
+            f"{model}: its temperature was fitted on a split '{split}'; on the same images, loss "
+            "and calibration error with this temperature are too low"
+        )
     if config is not None and accelerator.is_main_process:
         _write_temperature(config, result["temperature"], split)
     if corruptions:

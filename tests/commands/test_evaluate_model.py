@@ -176,10 +176,11 @@ def test_without_class_names_the_number_of_classes_must_match(finished_run, tmp_
         evaluate_model(str(nameless), data=f"folder:{three}")
 
 
-def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path) -> None:
+def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path, capsys) -> None:
     out, results = finished_run
     evaluated = evaluate_model(str(out))
     assert evaluated["calibrated"]["temperature"] == results["temperature"]
+    assert "temperature was fitted" not in capsys.readouterr().err
     assert evaluated["calibrated"]["ece"] == pytest.approx(results["test"]["calibrated"]["ece"])
     copy = tmp_path / "copy"
     shutil.copytree(out / "model", copy)
@@ -194,6 +195,10 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
         evaluate_model(str(copy), data="embedded:digits")["calibrated"]["temperature"]
         == (fitted["temperature"])
     )
+    assert "temperature was fitted on a split 'test'" in capsys.readouterr().err
+    for folder in (out, out / "model"):
+        with refused("setup.exists", "--out", folder):
+            evaluate_model(str(copy), data="embedded:digits", out=str(folder))
     with refused("recipe.conflict", "--fit-temperature", "vit_tiny_patch16_224"):
         evaluate_model("vit_tiny_patch16_224", data="embedded:digits", fit_temperature=True)
 

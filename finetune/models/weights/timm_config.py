@@ -163,8 +163,9 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
             expected = "one threshold for each class"
             raise _wrong_value_error(label, "calibration.thresholds", thresholds, expected)
     elif entries.calibration is not None:
-        calibration = entries.calibration
-        temperature = validate_config(Temperature, calibration, label, "calibration").temperature
+        fitted = validate_config(Temperature, entries.calibration, label, "calibration")
+        temperature = fitted.temperature
+        provenance = {**provenance, "calibrated_on": fitted.split}
     return Weights(
         architecture=architecture,
         class_names=_read_class_names(names, classes, label),

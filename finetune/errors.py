@@ -35,8 +35,14 @@ _SECRET_VARIABLE = re.compile(
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 # An apostrophe may be part of a URL, or quote it.
 _URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)")
-# the query, without punctuation of the sentence around the URL
-_URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*)\?[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
+# the query, or parameters after ; or #, without punctuation of the sentence around the URL
+_URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*?)(?:\?|[;#](?=[\w.-]*=))[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
+# the password in a mistyped URL, such as http:/me:word@host or hub:me:word@name
+_MISTYPED_USER_INFO = re.compile(r"(?<=\w:)[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)")
+# the value of an option or variable that is named like a secret, such as run.token=
+_SECRET_OPTION = re.compile(
+    r"(?i)(\b[\w.-]*(?:token|secret|passw|api_?key|access_?key)[\w.-]*=)[^\s'\"]{8,}"
+)
 # credentials that have a known form: in the query of a URL, or anywhere
 _CREDENTIAL = re.compile(
     r"(?i:\w://[^\s\"<>]*[?&;#][\w.-]*"
@@ -182,14 +188,16 @@ def redact_secrets(text: str) -> str:
 
     Secrets are: the values of environment variables whose name contains TOKEN, SECRET, PASSW,
     API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; any word
-    that looks like a Hub token; and what `redact_urls` replaces.
+    that looks like a Hub token; NAME=value with such a name; the user and password of a mistyped
+    URL; and what `redact_urls` replaces.
 
     Args:
         text: a message, a traceback or a command-line argument.
     """
     for secret in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return redact_urls(_HUB_TOKEN.sub("***", text))
+    text = redact_urls(_HUB_TOKEN.sub("***", text))
+    return _SECRET_OPTION.sub(r"\1***", _MISTYPED_USER_INFO.sub("***", text))
 
 
 def redact_urls(text: str) -> str:

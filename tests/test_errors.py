@@ -69,6 +69,27 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("s3://b/x.tar#token=abc; check it", "s3://b/x.tar?***; check it"),
+        ("http://h/x;v=1;token=abc", "http://h/x?***"),
+        ("http://h/a;b/x?token=abc", "http://h/a;b/x?***"),
+        ("https://h/guide#part; see it", "https://h/guide#part; see it"),
+        ("tar:http:/me:word@host/x.tar", "tar:http:***@host/x.tar"),
+        (r"tar:http:\\me:word@host/x.tar", "tar:http:***@host/x.tar"),
+        ("hub:me:word@owner/name", "hub:***@owner/name"),
+        ("tar:https://host:80/set@v1/x.tar", "tar:https://host:80/set@v1/x.tar"),
+        ("hub:owner/name@main:config", "hub:owner/name@main:config"),
+        ("'run.hf_token=a-secret-value'", "'run.hf_token=***'"),
+        ("model.args.class_token=false", "model.args.class_token=false"),
+    ],
+)
+def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) -> None:
+    assert errors.redact_secrets(text) == expected
+    assert errors.redact_secrets(expected) == expected
+
+
+@pytest.mark.parametrize(
     "error, expected",
     [
         (MemoryError(), True),

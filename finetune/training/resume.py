@@ -389,7 +389,8 @@ def _cannot_lengthen(
 
 def _recorded_num_steps(record: RunRecord, setup: TrainingSetup) -> int:
     """Return the length of the recorded run, in optimizer steps."""
-    return int(record.get("plan", {}).get("steps", setup.num_steps))
+    steps = record.get("training_keys", {}).get("optim", {}).get("steps")  # as in recipe.yaml
+    return int(steps or record.get("plan", {}).get("steps", setup.num_steps))
 
 
 def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:

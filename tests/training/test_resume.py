@@ -320,6 +320,12 @@ def test_branch_excludes_an_evaluation_that_the_longer_run_does_not_make(run: Ru
     assert start(run, make_setup(*schedule, "optim.steps=20"), resume=True) == 12
 
 
+def test_branch_does_not_trust_the_length_in_the_plan(wsd_run: RunDir) -> None:
+    record = read_record(wsd_run)
+    write_record(wsd_run, {**record, "plan": {**record["plan"], "steps": 30}})
+    assert branch(wsd_run, "a", "optim.steps=30")[1] == 16, "not from the end of the decay"
+
+
 def test_branch_without_any_checkpoint_starts_from_scratch(run: RunDir) -> None:
     start(run, make_setup(*WSD))
     new, step = branch(run, "a", "optim.steps=30")

@@ -32,6 +32,7 @@ from finetune.doctor.features import (
     count_trained_images,
     held_out_probabilities,
 )
+from finetune.doctor.findings import NEIGHBORS_FILE, Findings
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
@@ -48,6 +49,7 @@ from finetune.files import make_writable_folder, write_atomically
 from finetune.formatting import escape_csv_formula, format_percent, pluralize
 from finetune.recipe.field_types import GroupSetting
 from finetune.recipe.load import RunSection
+from finetune.report.doctor_findings import DIAGNOSIS_FILE
 from finetune.training.accelerator import create_accelerator
 
 __all__ = ["diagnose", "format_diagnosis"]
@@ -128,7 +130,7 @@ def diagnose(
         outliers.setdefault(row, Outlier(row, each.reason, each.score))
     leaks = [each for each in same if images.spans_splits(each)]
     duplicates = [each for each in same if not images.spans_splits(each)]
-    diagnosis = {
+    diagnosis: Any = {
         "source": redact_urls(opened.name),
         "classes": opened.class_names,
         "multilabel": multilabel,
@@ -176,10 +178,12 @@ def diagnose(
         "seconds": round(time.perf_counter() - started, 1),
     }
     write_atomically(folder / "label_scores.csv", _format_scores(images, rows, errors))
-    write_atomically(folder / "neighbors.npz", _find_neighbors(features[0], labels, rows, errors))
+    neighbors_of_errors, file = _find_neighbors(features[0], labels, rows, errors), io.BytesIO()
+    np.savez_compressed(file, **neighbors_of_errors)  # type: ignore[arg-type]
+    write_atomically(folder / NEIGHBORS_FILE, file.getvalue())
     text = json.dumps(diagnosis, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(folder / "doctor.json", text)
-    write_review_page(folder, opened)
+    write_atomically(folder / DIAGNOSIS_FILE, text)
+    write_review_page(Findings(opened, diagnosis, neighbors_of_errors), folder)
     return diagnosis
 
 
@@ -386,10 +390,10 @@ def _find_neighbors(
     labels: NDArray[Any],
     rows: NDArray[np.int64],
     errors: LabelErrors,
-) -> bytes:
+) -> dict[str, NDArray[np.int64]]:
     """Find the images nearest to each label error that have the given or the suggested label.
 
-    Returns: a .npz file with "given" and "suggested", (E, 4) rows each, nearest first; -1 for none.
+    Returns: "given" and "suggested", (E, 4) rows each, nearest first; -1 for none.
     """
     from sklearn.neighbors import NearestNeighbors
     from sklearn.preprocessing import normalize
@@ -413,9 +417,7 @@ def _find_neighbors(
                 others = rows[near[near != query]][:_NUM_NEIGHBORS]
                 nearest[number, : len(others)] = others
         neighbors[name] = nearest
-    file = io.BytesIO()
-    np.savez_compressed(file, **neighbors)  # type: ignore[arg-type]
-    return file.getvalue()
+    return neighbors
 
 
 def _label_ids(labels: NDArray[Any]) -> NDArray[np.int64]:

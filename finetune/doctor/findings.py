@@ -25,7 +25,7 @@ from finetune.report.doctor_findings import (
     read_diagnosis,
 )
 
-__all__ = ["KINDS", "Findings", "class_key", "open_findings", "read_findings"]
+__all__ = ["KINDS", "Findings", "class_key", "open_findings"]
 
 NEIGHBORS_FILE = "neighbors.npz"
 # the sections of the page, in their order
@@ -46,6 +46,11 @@ class Findings:
     The key of an image is its split and index, such as "train/17". A decision is about one key:
     that of an image or, for a class problem, the classes as JSON.
 
+    Args:
+        source: the diagnosed dataset.
+        diagnosis: the content of doctor.json.
+        neighbors: "given" and "suggested": rows (E, 4) of the images with this label that are
+            nearest to each label error, -1 for none.
     Attributes:
         source: the diagnosed dataset.
         expected: the expected number of true problems of each kind, with its interval.
@@ -124,7 +129,6 @@ class Findings:
             finding["examples"] = [
                 [label, [self._row_key(row) for row in self._neighbors[key][number] if row >= 0]]
                 for key, label in labels.items()
-                if key in self._neighbors
             ]
         return finding
 
@@ -146,11 +150,10 @@ class Findings:
 
     def _row_key(self, row: int) -> str:
         """Return the key of the image in a row; the rows go through one split after the other."""
-        for name, split in self.source.splits.items():
-            if row < len(split):
-                return f"{name}/{row}"
-            row -= len(split)
-        raise ValueError(f"{NEIGHBORS_FILE} has a row that is not in the data")
+        splits = list(self.source.splits.values())
+        while row >= len(splits[0]):
+            row -= len(splits.pop(0))
+        return f"{splits[0].name}/{row}"
 
     def _class_examples(self, name: str) -> list[str]:
         """Return keys of images of a class, from all over the first split that has it."""
@@ -191,85 +194,51 @@ def open_findings(source: str, folder: Path, *, decode_size: int | None = None) 
         source: the source string.
         folder: the folder with doctor.json.
         decode_size: minimum side in pixels of decoded JPEGs, see `Split`.
-    Raises: DataError if the source cannot be opened, or as in `read_findings`.
+    Raises: DataError if the source cannot be opened, or if the findings are missing, damaged, or
+        about other data.
     """
-    diagnosis = _read_diagnosis(folder, source)
-    opened = open_source(source, multilabel=diagnosis["multilabel"], decode_size=decode_size)
-    return _check_findings(folder, opened, diagnosis)
 
+    def refusal(cause: str, code: str) -> DataError:
+        command = ["finetune", "data", "doctor", redact_urls(source), "--out", str(folder)]
+        return DataError(
+            f"{folder / DIAGNOSIS_FILE}: {cause}; write it again: {shlex.join(command)}", code=code
+        )
 
-def read_findings(folder: Path, source: Source) -> Findings:
-    """Read the findings about an open source.
-
-    Args:
-        folder: the folder with doctor.json.
-        source: the dataset, as it is now.
-    Raises: DataError if the findings are missing or damaged, or about other data.
-    """
-    return _check_findings(folder, source, _read_diagnosis(folder, source.name))
-
-
-def _read_diagnosis(folder: Path, source: str) -> Diagnosis:
-    file = folder / DIAGNOSIS_FILE
     try:
-        return read_diagnosis(folder)
+        diagnosis = read_diagnosis(folder)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{file}: no such file; find the problems first: {_command(source, folder)}",
-            code="data.not_found",
-        ) from error
+        raise refusal("no such file", "data.not_found") from error
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file}: cannot be read ({_first_line(error)}); write it again: "
-            f"{_command(source, folder)}",
-            code="data.damaged",
-        ) from error
-
-
-def _check_findings(folder: Path, source: Source, diagnosis: Diagnosis) -> Findings:
-    now = {name: split.fingerprint for name, split in source.splits.items()}
+        raise refusal(f"cannot be read ({_first_line(error)})", "data.damaged") from error
+    opened = open_source(source, multilabel=diagnosis["multilabel"], decode_size=decode_size)
+    now = {name: split.fingerprint for name, split in opened.splits.items()}
     then = {name: split["fingerprint"] for name, split in diagnosis["splits"].items()}
     if now != then:
-        splits = now.keys() | then.keys()
-        changed = sorted(name for name in splits if now.get(name) != then.get(name))
-        raise DataError(
-            f"{folder / DIAGNOSIS_FILE}: is about other images or labels than "
-            f"{redact_urls(source.name)} has now (in {', '.join(changed)}); find the problems "
-            f"again: {_command(source.name, folder)}",
-            code="data.changed",
+        names = sorted(name for name, _ in now.items() ^ then.items())
+        raise refusal(
+            f"is about other images or labels than {redact_urls(source)} has now (in "
+            f"{', '.join(dict.fromkeys(names))})",
+            "data.changed",
         )
+    try:
+        return Findings(opened, diagnosis, _read_neighbors(folder, opened, diagnosis))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise refusal(f"is damaged ({_first_line(error)})", "data.damaged") from error
+
+
+def _read_neighbors(
+    folder: Path, source: Source, diagnosis: Diagnosis
+) -> dict[str, NDArray[np.int64]]:
+    """Read the rows of the images nearest to each label error, see `Findings`."""
+    with np.load(folder / NEIGHBORS_FILE, allow_pickle=False) as arrays:
+        neighbors = {key: np.asarray(arrays[key], np.int64) for key in ("given", "suggested")}
     num_rows = sum(map(len, source.splits.values()))
     num_errors = len(diagnosis["label_errors"])
-    try:
-        neighbors = _read_neighbors(folder / NEIGHBORS_FILE, num_errors, num_rows)
-        return Findings(source, diagnosis, neighbors)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{folder}: the findings are damaged ({_first_line(error)}); write them again: "
-            f"{_command(source.name, folder)}",
-            code="data.damaged",
-        ) from error
-
-
-def _command(source: str, folder: Path) -> str:
-    """Return the command that writes the findings."""
-    return shlex.join(["finetune", "data", "doctor", redact_urls(source), "--out", str(folder)])
-
-
-def _read_neighbors(file: Path, num_errors: int, num_rows: int) -> dict[str, NDArray[np.int64]]:
-    """Read the rows of the images nearest to each label error, -1 for none.
-
-    Returns: "given" and "suggested", (E, 4) each; empty without the file.
-    """
-    if not file.exists():
-        return {}
-    with np.load(file, allow_pickle=False) as arrays:
-        neighbors = {key: np.asarray(arrays[key], np.int64) for key in ("given", "suggested")}
     if any(
         rows.ndim != 2 or len(rows) != num_errors or (rows >= num_rows).any()
         for rows in neighbors.values()
     ):
-        raise ValueError(f"{file.name} is about other findings than {DIAGNOSIS_FILE}")
+        raise ValueError(f"{NEIGHBORS_FILE} is about other findings")
     return neighbors
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.source import Source
-from finetune.doctor.findings import KINDS, Findings, class_key, read_findings
+from finetune.doctor.findings import KINDS, Findings, class_key
 from finetune.errors import FinetuneError, redact_urls
 from finetune.files import write_atomically
 from finetune.progress import item_bar
@@ -36,16 +36,8 @@ _GROUP_PIXELS = 256
 _EXAMPLE_PIXELS = 96
 
 
-def write_review_page(folder: Path, source: Source) -> Path:
-    """Write doctor.html beside doctor.json.
-
-    Args:
-        folder: the folder of doctor.json.
-        source: the diagnosed dataset.
-    Returns: path of the page.
-    Raises: DataError if doctor.json cannot be used, see `read_findings`.
-    """
-    findings = read_findings(folder, source)
+def write_review_page(findings: Findings, folder: Path) -> Path:
+    """Write doctor.html to the folder of doctor.json. Returns: path of the page."""
     shown = {kind: findings.describe(kind, 0, _MAX_FINDINGS) for kind in KINDS}
     for kind in ("leaks", "duplicates", "groups"):
         # leave out large groups: a group is decided as a whole, so all its images must be shown

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import process_lifecycle
 from finetune.data.decisions import Decision, read_decisions, write_decisions
+from finetune.data.stat_signatures import stat_signature
 from finetune.doctor.findings import KINDS, Findings, class_key, open_findings
 from finetune.doctor.review_page import DECISIONS_FILE, render_review, training_command
 from finetune.errors import FinetuneError, SetupError, install_hint
@@ -169,7 +169,7 @@ class DecisionFile:
                 else:
                     self.by_key[key] = decision
             write_decisions(self.file, [*self._others, *self.by_key.values()])
-            self._stat = self._stat_signature()
+            self._stat = stat_signature(self.file)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the decisions by key, as `update` takes them."""
@@ -200,11 +200,15 @@ class DecisionFile:
                 raise ValueError(f"unknown action {action!r} for an image")
             if action == "relabel" and not names.issuperset(labels):
                 raise ValueError(f"unknown label {label!r}")
-            place: dict[str, Any] = {
-                name: image.get(name) for name in ("split", "index", "path", "digest")
-            }
-            label = label if action == "relabel" else None
-            return Decision(action, given=self._findings.given_label(key), label=label, **place)
+            return Decision(
+                action,
+                image["split"],
+                image["index"],
+                image["path"],
+                self._findings.given_label(key),
+                label if action == "relabel" else None,
+                image.get("digest"),
+            )
         if key not in self._class_keys:
             raise ValueError(f"unknown image {key!r}")
         classes = json.loads(key)
@@ -215,21 +219,20 @@ class DecisionFile:
         return Decision("merge", given=given, label=label)
 
     def _read_if_changed(self) -> None:
-        signature = self._stat_signature()
+        signature = stat_signature(self.file) if self.file.exists() else None
         if signature == self._stat:
             return
         by_path: dict[str, str | None] = {}
         for key, image in self._findings.images.items():
             by_path[image["path"]] = key if image["path"] not in by_path else None
-        by_key: dict[str, Decision] = {}
-        others = []
-        for decision in read_decisions(self.file) if signature else []:
+        decisions = read_decisions(self.file) if signature else []
+        self.by_key, self._others, self._stat = {}, [], signature
+        for decision in decisions:
             decided = self._key_of(decision, by_path)
-            if decided is None or decided in by_key:
-                others.append(decision)
+            if decided is None or decided in self.by_key:
+                self._others.append(decision)
             else:
-                by_key[decided] = decision
-        self.by_key, self._others, self._stat = by_key, others, signature
+                self.by_key[decided] = decision
 
     def _key_of(self, decision: Decision, by_path: Mapping[str, str | None]) -> str | None:
         """Return the key of a decision; None if it is not about a finding."""
@@ -244,13 +247,6 @@ class DecisionFile:
         if image is None or decision.path not in (None, image["path"]):
             return None
         return key
-
-    def _stat_signature(self) -> tuple[int, ...] | None:
-        try:
-            status = os.stat(self.file)
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def build_app(

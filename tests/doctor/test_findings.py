@@ -14,7 +14,7 @@ from small_datasets import write_image_folder
 
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
-from finetune.doctor.findings import class_key, read_findings
+from finetune.doctor.findings import class_key, open_findings
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Source:
 
 def test_findings_name_the_images_and_their_neighbors(tmp_path: Path, source: Source) -> None:
     write_findings(tmp_path, source)
-    findings = read_findings(tmp_path, source)
+    findings = open_findings(source.name, tmp_path)
     assert findings.keys["label_errors"] == [["train/0"], ["train/1"], ["train/2"]]
     assert findings.keys["leaks"] == [["train/5", "test/0"]]
     assert findings.keys["class_problems"] == [[class_key(["cat", "dog"])], [class_key(["dog"])]]
@@ -45,7 +45,7 @@ def test_findings_name_the_images_and_their_neighbors(tmp_path: Path, source: So
 def test_several_labels_are_joined_as_in_decisions(tmp_path: Path) -> None:
     digits = open_source("embedded:digit_pairs", multilabel=True)
     write_findings(tmp_path, digits, num_errors=1)
-    (error,) = read_findings(tmp_path, digits).describe("label_errors", 0, 1)
+    (error,) = open_findings(digits.name, tmp_path).describe("label_errors", 0, 1)
     names = [digits.class_names[label] for label in digits.splits["train"].class_indices(0)]
     assert error["images"][0]["given"] == "|".join(names)
 
@@ -54,12 +54,12 @@ def test_findings_of_other_data(tmp_path: Path, source: Source) -> None:
     write_findings(tmp_path, source)
     (tmp_path / "photos/test/dog/0.png").write_bytes(b"another image")
     with refused("data.changed", tmp_path / "doctor.json", "test"):
-        read_findings(tmp_path, open_source(source.name))
+        open_findings(source.name, tmp_path)
 
 
 def test_missing_findings_name_the_command(tmp_path: Path, source: Source) -> None:
     with refused("data.not_found", f"finetune data doctor {source.name}"):
-        read_findings(tmp_path, source)
+        open_findings(source.name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_missing_findings_name_the_command(tmp_path: Path, source: Source) -> No
 def test_damaged_findings(tmp_path: Path, source: Source, changes: dict[str, Any]) -> None:
     write_findings(tmp_path, source, **changes)
     with refused("data.damaged", tmp_path):
-        read_findings(tmp_path, source)
+        open_findings(source.name, tmp_path)
 
 
 def test_damaged_files(tmp_path: Path, source: Source) -> None:
@@ -86,13 +86,13 @@ def test_damaged_files(tmp_path: Path, source: Source) -> None:
         else:
             np.savez(tmp_path / "neighbors.npz", given=neighbors, suggested=neighbors)
         with refused("data.damaged", tmp_path):
-            read_findings(tmp_path, source)
+            open_findings(source.name, tmp_path)
     (tmp_path / "doctor.json").write_text(content[:-10])
     with refused("data.damaged", tmp_path / "doctor.json"):
-        read_findings(tmp_path, source)
+        open_findings(source.name, tmp_path)
 
 
 def test_groups_are_shown_like_leaks(tmp_path: Path, source: Source) -> None:
     group = [image_of(source, "train", 0, group="a"), image_of(source, "test", 1, group="a")]
     write_findings(tmp_path, source, groups=[group])
-    assert read_findings(tmp_path, source).keys["groups"] == [["train/0", "test/1"]]
+    assert open_findings(source.name, tmp_path).keys["groups"] == [["train/0", "test/1"]]

@@ -17,6 +17,7 @@ from small_datasets import write_image_folder
 from finetune.data.decisions import apply_decisions, read_decisions
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
+from finetune.doctor.findings import open_findings
 from finetune.doctor.review_page import write_review_page
 
 NAMES = ["<img src=x onerror=document.title='broken'>", "${1+1} & {{7*7}}", "שלום"]
@@ -36,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def page(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Path:
     folder = tmp_path_factory.mktemp("doctor")
     write_findings(folder, source, num_errors=60)
-    return write_review_page(folder, source)
+    return write_review_page(open_findings(source.name, folder), folder)
 
 
 def embedded_data(page: Path) -> dict[str, Any]:
@@ -77,7 +78,9 @@ def test_unreadable_image_has_no_picture(tmp_path: Path) -> None:
     (tmp_path / "photos/train/b/1.png").write_bytes(b"no image")
     source = open_source(folder)
     write_findings(tmp_path, source, num_errors=1)
-    pictures = embedded_data(write_review_page(tmp_path, source))["pictures"]
+    pictures = embedded_data(write_review_page(open_findings(source.name, tmp_path), tmp_path))[
+        "pictures"
+    ]
     assert pictures["train/3"] == ""
     assert pictures["train/0"]
 

@@ -19,7 +19,7 @@ from finetune.cli.main import main
 from finetune.data.decisions import Decision, apply_decisions, read_decisions, write_decisions
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
-from finetune.doctor.findings import class_key, read_findings
+from finetune.doctor.findings import class_key, open_findings
 from finetune.doctor.review_server import DecisionFile, build_app, serve_review
 
 COUNTS = {
@@ -74,7 +74,7 @@ def write_review(folder: Path, source: Source) -> DecisionFile:
 
 
 def open_file(folder: Path, source: Source) -> DecisionFile:
-    return DecisionFile(folder / "decisions.csv", read_findings(folder, source))
+    return DecisionFile(folder / "decisions.csv", open_findings(source.name, folder))
 
 
 def decided(folder: Path) -> dict[str, str]:
@@ -91,7 +91,7 @@ def client(tmp_path: Path, source: Source) -> Any:
     from starlette.testclient import TestClient
 
     decisions = write_review(tmp_path, source)
-    app = build_app(read_findings(tmp_path, source), decisions, tmp_path)
+    app = build_app(open_findings(source.name, tmp_path), decisions, tmp_path)
     return TestClient(app, base_url="http://127.0.0.1")
 
 

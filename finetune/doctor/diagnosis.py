@@ -32,7 +32,7 @@ from finetune.doctor.features import (
     count_trained_images,
     held_out_probabilities,
 )
-from finetune.doctor.findings import NEIGHBORS_FILE, Findings
+from finetune.doctor.findings import NEIGHBORS_FILE, Findings, join_labels
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
@@ -208,10 +208,7 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
         f"and {math.ceil(expected['high'])}; {len(errors)} to check"
     )
     for error in errors[:_NUM_LISTED]:
-        given, suggested = (
-            " | ".join(name) if isinstance(name, list) else name
-            for name in (error["given"], error["suggested"])
-        )
+        given, suggested = (join_labels(error[key], " | ") for key in ("given", "suggested"))
         lines.append(
             f"  {error['split']}: {error['path']}: {given}, rather {suggested} "
             f"({format_percent(error['score'], 0)})"
@@ -245,11 +242,8 @@ def _check_group(group: str) -> None:
         raise RecipeError(f"--group: {cause}", code="recipe.wrong_value") from None
 
 
-def _interval(
-    count: float, low: float | None = None, high: float | None = None
-) -> dict[str, float]:
-    """Return the expected number of findings of a kind; without limits, it is exact."""
-    low, high = (count if limit is None else limit for limit in (low, high))
+def _interval(count: float, low: float, high: float) -> dict[str, float]:
+    """Return the expected number of findings of a kind, for doctor.json."""
     return {"count": round(count, 1), "low": round(low, 1), "high": round(high, 1)}
 
 
@@ -378,8 +372,8 @@ def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors
     for row, suggested, score in zip(rows, errors.suggested, errors.scores_N, strict=True):
         split, index = images.locate(row)
         names = [
-            escape_csv_formula(name if isinstance(name, str) else "|".join(name))
-            for name in map(images.label_names, (images.labels[row], suggested))
+            escape_csv_formula(join_labels(images.label_names(label)))
+            for label in (images.labels[row], suggested)
         ]
         writer.writerow([split.name, index, *names, f"{score:.6f}"])
     return text.getvalue()

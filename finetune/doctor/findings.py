@@ -25,7 +25,7 @@ from finetune.report.doctor_findings import (
     read_diagnosis,
 )
 
-__all__ = ["KINDS", "Findings", "class_key", "open_findings"]
+__all__ = ["KINDS", "NEIGHBORS_FILE", "Findings", "class_key", "join_labels", "open_findings"]
 
 NEIGHBORS_FILE = "neighbors.npz"
 # the sections of the page, in their order
@@ -124,7 +124,7 @@ class Findings:
         finding: dict[str, Any] = {"images": images, "examples": []}
         finding |= {key: first[key] for key in ("score", "reason") if key in first}
         if kind == "label_errors":
-            finding["suggested"] = _join_labels(first["suggested"])
+            finding["suggested"] = join_labels(first["suggested"])
             labels = {"given": images[0]["given"], "suggested": finding["suggested"]}
             finding["examples"] = [
                 [label, [self._row_key(row) for row in self._neighbors[key][number] if row >= 0]]
@@ -136,7 +136,7 @@ class Findings:
         """Return the label of an image in the source; several are joined by |."""
         split, index = self.locate(key)
         classes = self.source.splits[split].class_indices(index)
-        return _join_labels([self.source.class_names[number] for number in classes])
+        return join_labels([self.source.class_names[number] for number in classes])
 
     def locate(self, key: str) -> tuple[str, int]:
         """Return split and index of an image of the source.
@@ -180,11 +180,9 @@ def class_key(classes: Sequence[str]) -> str:
     return json.dumps(list(classes), ensure_ascii=False)
 
 
-def _join_labels(label: str | list[str]) -> str:
-    """Join the labels of a multi-label image, in the format of a decisions file."""
-    if isinstance(label, str):
-        return label
-    return "|".join(label) or "[]"
+def join_labels(label: str | list[str], separator: str = "|") -> str:
+    """Join the labels of a multi-label image, by default in the format of a decisions file."""
+    return label if isinstance(label, str) else separator.join(label) or "[]"
 
 
 def open_findings(source: str, folder: Path, *, decode_size: int | None = None) -> Findings:

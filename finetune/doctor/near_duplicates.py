@@ -29,7 +29,8 @@ __all__ = ["find_near_duplicates", "wrong_probabilities"]
 
 NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
 MIN_COARSE_CORRELATION = 0.82
-MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.88, 0.82  # measured: docs/doctor.md
+MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.76, 0.82  # measured: docs/doctor.md
+TAIL_CORRELATION = 0.88  # of pairs whose detail shows how often similar images reach the limit
 MIN_OVERLAP = 0.6  # share of the image's area
 NUM_RANDOM_PAIRS = 1024
 MIN_IMAGES_TO_CALIBRATE = 50
@@ -76,8 +77,8 @@ def find_near_duplicates(
             best.setdefault(row, score)
     groups = [sorted(group) for group in merged.subsets()]  # in the order of the pairs
     best_scores = np.array([max(best[row] for row in group) for group in groups])
-    registered = detail_P[correlation_P >= MIN_CORRELATION].numpy()
-    return groups, wrong_probabilities(registered, min_detail, best_scores)
+    similar = detail_P[correlation_P >= TAIL_CORRELATION].numpy()
+    return groups, wrong_probabilities(similar, min_detail, best_scores)
 
 
 def wrong_probabilities(

@@ -16,10 +16,10 @@ from finetune.doctor.near_duplicates import find_near_duplicates, wrong_probabil
 from finetune.errors import DataError
 
 
-def draw_photo(number: int, size: int = 64) -> Image.Image:
+def draw_photo(number: int, size: int = 64, scales: tuple[int, ...] = (3, 8, 24)) -> Image.Image:
     """Return noise with structure at three scales, as photos have."""
     rng, layers = np.random.default_rng(number), np.zeros((size, size, 3))
-    for cells in (3, 8, 24):
+    for cells in scales:
         noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
         layers += np.asarray(noise.resize((size, size), Image.Resampling.BICUBIC), float)
     return Image.fromarray((layers / 3).astype(np.uint8))
@@ -84,6 +84,15 @@ def test_each_kind_of_copy_is_found() -> None:
     groups = find(images, features)
     assert sorted(groups) == expected
     assert groups[0] == [0, 60]  # the exact copy is the surest
+
+
+def test_a_small_image_that_lost_its_detail_is_found() -> None:
+    """Resized to 60 % and back, it correlates less than a crop of a large photo."""
+    images = [draw_photo(number, 32, (8, 16, 32)) for number in range(60)]
+    images += [image.resize((19, 19)).resize((32, 32)) for image in images[:20]]
+    copies = {60 + number: number for number in range(20)}
+    expected = [[number, copy] for copy, number in copies.items()]
+    assert sorted(find(images, [random_features(80, copies)])) == expected
 
 
 def test_copies_of_copies_are_one_group() -> None:

@@ -18,6 +18,7 @@ from timm.data.config import resolve_data_config
 from timm.models import VisionTransformer
 from torch import nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, did_you_mean
 from finetune.log import logger
@@ -56,6 +57,11 @@ DROPOUT_KEYWORDS = {
     "dropout": (("pos_drop_rate", "proj_drop_rate"), ("proj_drop_rate",), ("drop_rate",)),
     "attention_dropout": (("attn_drop_rate",),),
     "drop_path": (("drop_path_rate",),),
+}
+# In-place operations with which networks are initialized.
+_INIT_FUNCTIONS = {
+    *(torch.Tensor.add_, torch.Tensor.clamp_, torch.Tensor.erfinv_, torch.Tensor.fill_),
+    *(torch.Tensor.mul_, torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_),
 }
 
 
@@ -323,10 +329,21 @@ def _create_model(
     return model, dropout_args
 
 
+class _SkipInit(TorchFunctionMode):
+    """Skip the initialization of meta tensors: it changes nothing, but takes most of the time."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _INIT_FUNCTIONS and args[0].is_meta:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
 def _create_on_meta(weights: Weights, kwargs: Mapping[str, Any]) -> nn.Module:
     """Create a network on the meta device, or with real tensors if that fails."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _SkipInit():
             return timm.create_model(
                 weights.architecture, pretrained_cfg=weights.pretrained_cfg, **kwargs
             )
@@ -437,7 +454,9 @@ def _check_image_size(model: nn.Module, weights: Weights, image_size: tuple[int,
     if image_size != own_size and not isinstance(
         model, VisionTransformer
     ):  # a VisionTransformer supports every multiple of its patch size
-        _check_forward(model, image_size, weights.architecture)
+        # small images take less time on the CPU; large ones could need more memory than there is
+        devices = ("cpu",) if max(image_size) <= min(own_size) else ("meta", "cpu")
+        _check_forward(model, image_size, weights.architecture, devices)
 
 
 def _check_patch_size(model: nn.Module, image_size: tuple[int, int], architecture: str) -> None:
@@ -456,12 +475,14 @@ def _check_patch_size(model: nn.Module, image_size: tuple[int, int], architectur
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, image_size: tuple[int, int], architecture: str) -> None:
+def _check_forward(
+    model: nn.Module, image_size: tuple[int, int], architecture: str, devices: Sequence[str]
+) -> None:
     """Raise RecipeError if the forward pass fails at this size, for example in window attention."""
     training = model.training
     model.eval()
     try:
-        for device in ("meta", "cpu"):  # some networks cannot run on the meta device
+        for device in devices:  # some networks cannot run on the meta device
             tensors = (*model.named_parameters(), *model.named_buffers())
             try:
                 state = {name: tensor.to(device) for name, tensor in tensors}

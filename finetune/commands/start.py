@@ -75,6 +75,7 @@ BUDGET_SECONDS = 300.0  # time budget for training or, if frozen, for computing 
 _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
+_HEAD_BATCH_SIZE, _MIN_HEAD_EPOCHS = 64, 3  # of a new head in a trial
 # Length of a trial: passes over the data, but at most a fraction of the run.
 _TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
 _STEP_PASSES = 4  # a training step takes about as long as so many forward passes
@@ -387,8 +388,12 @@ class _RecipeBuilder:
     def short_head_recipe(self, choice: Choice) -> Recipe:
         """Build the recipe of a trial that trains only the classifier, with one evaluation."""
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
-        epochs = 15 if self.stats.num_train * 15 >= _MIN_STEPS * recipe.data.batch_size else 40
-        changes = (f"optim.epochs={epochs}", "optim.warmup_epochs=1", "run.eval_every=1000000")
+        batch_size = max(recipe.data.batch_size, _HEAD_BATCH_SIZE)
+        epochs = max(_MIN_STEPS * batch_size / self.stats.num_train, _MIN_HEAD_EPOCHS)
+        if epochs > _HEAD_EPOCHS:  # few images: more steps need smaller batches
+            batch_size, epochs = recipe.data.batch_size, _HEAD_EPOCHS
+        changes = [f"data.batch_size={batch_size}", f"optim.epochs={epochs:.3g}"]
+        changes += ["optim.warmup_epochs=1", "run.eval_every=1000000"]
         return self.build(choice, [*_TRIAL_OVERRIDES, *changes]).recipe
 
     def trains_head_first(self, choice: Choice) -> bool:

@@ -61,7 +61,7 @@ def choose_weights(
     """Return the named weights, or the best one or two on this machine, each at one image size.
 
     Args:
-        group: as in `data.group`; networks are compared on folds of whole groups.
+        group: as in `data.group`; networks are compared with whole groups left out.
     Raises: DataError if networks cannot be compared because the source has no train split.
     """
     splits = source.splits

@@ -133,6 +133,29 @@ def test_only_networks_that_may_win_are_scored_on_more_images(
     assert best.num_images == close.num_images == 65
 
 
+@pytest.mark.parametrize("seconds, num_images", [(1e-3, 65), (2e-3, 20)])
+def test_a_slower_network_that_cannot_win_is_scored_on_few_images(
+    seconds: float, num_images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_selection, "MIN_SCORED_IMAGES", 20)
+    by_size = {32: (1e-3, 0.8), 48: (seconds, 0.68)}  # the standard error is 0.1
+
+    def measure(setup: Any, train: bool) -> float:
+        return by_size[setup.preprocessing.image_size[0]][0]
+
+    def compute(model: nn.Module, loader: Any, *_: object, **__: object) -> np.ndarray:
+        return np.full((len(loader.labels), 1), loader.pipeline.image_size[0], dtype=np.float32)
+
+    def score(values: np.ndarray, *_: object) -> float:
+        return by_size[values[0, 0]][1]
+
+    monkeypatch.setattr(weight_selection, "measure_seconds_per_image", measure)
+    monkeypatch.setattr(weight_selection, "compute_features", compute)
+    monkeypatch.setattr(weight_selection, "leave_one_out_accuracy", score)
+    best, other = score_candidates([NANO], recipe_of, sizes=lambda candidate: [32, 48])
+    assert best.num_images == other.num_images == num_images
+
+
 def test_candidates_that_cannot_be_used_are_skipped() -> None:
     def recipe(candidate: Candidate) -> Recipe:
         if candidate.name == TI.name:

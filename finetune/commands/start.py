@@ -252,10 +252,9 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     # Trials use the smallest images: a gain does not depend on the size, but the time does.
     smallest = min(same_weights, key=lambda each: each.forward_seconds)
     small_head = builder.short_head_recipe(replace(frozen, score=smallest))
-    trial_epochs = min(_TRIAL_EPOCHS, full.epochs * _TRIAL_FRACTION)
-    trial_seconds = _STEP_PASSES * smallest.forward_seconds * trial_epochs * builder.stats.num_train
-    is_affordable = trial_seconds <= (seconds + _FIXED_SECONDS) / 2
-    if not is_affordable and (why := last_layers_suffice(small_head)):
+    num_passes = _TRIAL_EPOCHS * _STEP_PASSES * builder.stats.num_train
+    is_long = num_passes * smallest.forward_seconds > (seconds + _FIXED_SECONDS) / 2
+    if is_long and (why := last_layers_suffice(small_head)):
         logger.info(f"only the classifier will be trained: {why}")
         return replace(frozen, reason=why)
     for score in same_weights:  # the best image size at which all weights can be trained

@@ -27,6 +27,7 @@ __all__ = [
     "is_out_of_memory",
     "redact_secrets",
     "redact_urls",
+    "root_cause_message",
 ]
 
 _SECRET_VARIABLE = re.compile(
@@ -168,6 +169,14 @@ def install_hint(extra: str) -> str:
         extra: name of the pip extra, for example "export".
     """
     return f'run: pip install "finetune-vision[{extra}]" (in a checkout: pip install ".[{extra}]")'
+
+
+def root_cause_message(error: BaseException) -> str:
+    """Return the message of an error's root cause on one line, at most 200 characters."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -42,8 +42,10 @@ def pluralize(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
-def format_short_count(number: float) -> str:
-    """Format a count with about three digits: `950`, `1.02 M` or `303.3 M`."""
+def format_short_count(number: float | None) -> str:
+    """Format a count with about three digits: `950`, `1.02 M` or `303.3 M`; `–` for None."""
+    if number is None:
+        return "–"
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             digits = ".3g" if number < 100 * scale else ".1f"

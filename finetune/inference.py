@@ -25,7 +25,7 @@ from finetune.errors import (
     WeightsError,
 )
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, sigmoid_probabilities
-from finetune.models.build import build_model
+from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.fast_layers import use_onednn_linear
 from finetune.models.features import compute_pre_logits, enable_feature_input
 from finetune.models.save import BuiltModel
@@ -118,6 +118,8 @@ class Classifier:
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
+        Also an exported file, NAME.onnx, which computes on the CPU, without `tta` and features.
+
         Class names are read with the weights; if none are stored, the class indices are the names.
         Preprocessing comes from the recipe for a run directory, otherwise from the weights'
         configuration.
@@ -134,7 +136,9 @@ class Classifier:
             `with_features`), or has no temperature although `calibrated` is True; RecipeError if
             `threshold` or `calibrated` does not apply to the model.
         """
-        built = build_model(str(model))
+        built = load_model(str(model))
+        check_is_changeable(built, str(model), "--tta", tta)
+        check_is_changeable(built, str(model), "--features", with_features)
         class_names: list[str] = []
         if with_features and not getattr(built.model, "num_classes", 0):
             pipeline = load_eval_pipeline(model, built.preprocessing)
@@ -421,6 +425,8 @@ def eval_pipeline_and_class_names(
     """
     num_classes = get_num_classes(model, built)
     names = built.class_names or [str(index) for index in range(num_classes)]
+    if built.pipeline is not None:
+        return built.pipeline, names
     if use_recipe:
         return load_eval_pipeline(model, built.preprocessing), names
     return build_pipeline(built.preprocessing), names

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from finetune import errors
+from finetune.errors import root_cause_message
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,17 @@ def test_the_out_of_memory_error_of_torch_is_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert errors.is_out_of_memory(caught.value)
+
+
+def test_root_cause_message_is_one_short_line() -> None:
+    def fail() -> None:
+        try:
+            raise ValueError("a\n  long cause" + "x" * 300)
+        except ValueError as error:
+            raise RuntimeError("step 1 of 3 failed") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    assert root_cause_message(caught.value).startswith("a long causexxx")
+    assert len(root_cause_message(caught.value)) == 201
+    assert root_cause_message(KeyError()) == "KeyError"

@@ -39,6 +39,10 @@ ELSEWHERE = {
     "finetune bench": "takes minutes: tests/bench",
     "finetune reproduce": "takes hours: tests/commands/test_reproduce.py",
     "finetune export": "tests/commands/test_export.py",
+    **dict.fromkeys(
+        ("finetune eval int8/", "finetune predict int8/", "finetune compare exported/"),
+        "need an exported file: tests/commands/test_exported_models.py",
+    ),
     "finetune compare runs/photos": "needs a second run: tests/commands/test_compare.py",
     "finetune compare runs/nano_32 runs/nano_48 --fail-if": "may fail, as it should: the same file",
     "finetune average": "needs several finished runs: tests/commands/test_average.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -80,7 +80,8 @@ def predict(
 ) -> CommandResult:
     """Classify images.
 
-    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision] or a timm name.
+    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision], a timm name or an
+    exported NAME.onnx.
 
     PATH is a file, a folder, a pattern, or "-" for a list of paths on standard input.
     """
@@ -115,7 +116,8 @@ def predict(
 def evaluate(model: str, out: str | None, **options: Any) -> CommandResult:
     """Measure the accuracy of a model on labeled images.
 
-    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision] or a timm name.
+    MODEL is a run directory, a model folder, hf-hub:owner/name[@revision], a timm name or an
+    exported NAME.onnx.
     """
     from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
 
@@ -148,8 +150,8 @@ def _parse_condition(ctx: click.Context, param: click.Parameter, value: str | No
 def compare(first: str, second: str, out: str | None, **options: Any) -> CommandResult:
     """Compare two models on the same images.
 
-    A and B are run directories, model folders, hf-hub:owner/name[@revision] or timm names. Both
-    are evaluated now, by default on the data of A.
+    A and B are run directories, model folders, hf-hub:owner/name[@revision], timm names or exported
+    files NAME.onnx. Both are evaluated now, by default on the data of A.
 
     Shows which answers flipped, whether the difference is significant, the slices where it is
     largest, and the size and speed of both.
@@ -171,6 +173,12 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
 
     Drop an image to see its classes and the attention map.
     """
+    if model.endswith(".onnx"):
+        raise RecipeError(
+            f"{model}: an exported file, but the page needs the network itself; give the run or "
+            "the model folder that it was exported from",
+            code="recipe.conflict",
+        )
     if export_space:
         from finetune.demo.space import export_space as write_space
 
@@ -206,15 +214,34 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     is_flag=True,
     help="Export only the network: from normalized images to logits, with a dynamic batch size.",
 )
-def export(model: str, no_preprocessing: bool, **options: Any) -> CommandResult:
+@click.option("--int8", is_flag=True, help="Quantize MODEL, a run directory, for CPUs.")
+@click.option("--fp16", is_flag=True, help="Convert MODEL, a run directory, to FP16, for GPUs.")
+@click.option(
+    "--max-drop",
+    metavar="POINTS",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(min=0, max=100),
+    help="Largest drop of the accuracy by --int8 or --fp16, on validation.",
+)
+def export(
+    model: str, no_preprocessing: bool, int8: bool, fp16: bool, **options: Any
+) -> CommandResult:
     """Export a model to ONNX or torch.export.
 
     The exported model takes a uint8 RGB image of any size and returns probabilities. It is written
     only if they match those of MODEL; certificate.json has the figures.
     """
+    if int8 and fp16:
+        raise RecipeError(
+            "--int8: not allowed with --fp16; remove one of them", code="recipe.conflict"
+        )
     from finetune.commands.export import export_model, format_export
 
-    exported = export_model(model, preprocessing=not no_preprocessing, **options)
+    precision: Literal["int8", "fp16"] | None = "int8" if int8 else "fp16" if fp16 else None
+    exported = export_model(
+        model, preprocessing=not no_preprocessing, precision=precision, **options
+    )
     return CommandResult(exported, format_export(exported))
 
 

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ from finetune.formatting import (
 from finetune.host_resources import num_cores
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.models.build import build_model
+from finetune.models.exported import ExportedPipeline, load_model
 from finetune.models.save import BuiltModel
 from finetune.progress import item_bar
 from finetune.recipe.load import DataSection
@@ -88,7 +89,7 @@ def compare_models(
     Both models are evaluated now, with the precision and threads of the first one.
 
     Args:
-        first, second: run directory, model folder, Hub or timm name.
+        first, second: run directory, model folder, Hub or timm name, or exported file NAME.onnx.
         data: a source string; None uses the data that the first model was trained on.
         split: see `evaluate_model`.
         out: a folder for compare.json and compare.html.
@@ -114,7 +115,7 @@ def compare_models(
         make_writable_folder(Path(out), option="--out")
     names = (first, second)
     recipes = [load_run_recipe(name) for name in names]
-    built = [build_model(name) for name in names]
+    built = [load_model(name) for name in names]
     section, seed = resolve_data_section(first, recipes[0], data)
     _check_same_classes(names, built)
     if fail_if is not None and fail_if.metric == "top5" and get_num_classes(first, built[0]) <= 5:
@@ -331,29 +332,38 @@ def _describe_costs(
     """Count the parameters of both networks, and measure the time of one image.
 
     The networks run in turn, so that a busy machine slows both down. The time is that of the
-    network alone, without decoding and transforms; its median is reported.
+    network alone, without decoding and transforms; of an exported file with preprocessing, that of
+    the whole file. Its median is reported. An exported file has no "parameters".
     """
     sizes = [each.preprocessing.image_size for each in built]
-    inputs = [torch.zeros(1, 3, *size, device=accelerator.device) for size in sizes]
+    passes: list[Callable[[], object]] = []
+    for each, network, size in zip(built, networks, sizes, strict=True):
+        inputs = torch.zeros(1, 3, *size, device=accelerator.device)
+        if isinstance(each.pipeline, ExportedPipeline):
+            passes.append(functools.partial(each.pipeline, inputs.to(torch.uint8)))
+        else:
+            passes.append(functools.partial(network, inputs))
     times: tuple[list[float], list[float]] = ([], [])
     with torch.no_grad(), accelerator.autocast():
         for _ in range(_LATENCY_ROUNDS + 3):  # the first three are a warm-up
-            for network, images, seconds in zip(networks, inputs, times, strict=True):
+            for run_once, seconds in zip(passes, times, strict=True):
                 synchronize(accelerator.device)
                 started = time.perf_counter()
-                network(images)
+                run_once()
                 synchronize(accelerator.device)
                 seconds.append(time.perf_counter() - started)
     return {
         key: {
             "model": name,
-            "parameters": sum(each.numel() for each in network.parameters()),
-            "size_bytes": sum(each.nbytes for each in network.state_dict().values()),
+            "parameters": sum(tensor.numel() for tensor in network.parameters()) or None,
+            "size_bytes": each.provenance["bytes"]
+            if each.pipeline is not None
+            else sum(tensor.nbytes for tensor in network.state_dict().values()),
             "image_size": list(size),
             "latency_ms": round(1000 * statistics.median(seconds[3:]), 3),
         }
-        for key, name, network, size, seconds in zip(
-            ("a", "b"), names, networks, sizes, times, strict=True
+        for key, name, each, network, size, seconds in zip(
+            ("a", "b"), names, built, networks, sizes, times, strict=True
         )
     }
 

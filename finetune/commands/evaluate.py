@@ -47,7 +47,7 @@ from finetune.formatting import (
 from finetune.inference import get_num_classes
 from finetune.log import logger
 from finetune.model_checksums import add_checksums, verify_model_folder
-from finetune.models.build import build_model
+from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
 from finetune.models.tta import FlipTTA
@@ -102,7 +102,7 @@ def evaluate_model(
     """Evaluate a saved model on a split, each image once.
 
     Args:
-        model: run directory, model folder, Hub or timm name.
+        model: run directory, model folder, Hub or timm name, or an exported file NAME.onnx.
         data: a source string; None uses the data that the run was trained on. The classes may be a
             subset of the model's.
         split: "train", "val" or "test". None means val with `fit_temperature`; otherwise test, or
@@ -147,7 +147,9 @@ def evaluate_model(
         make_writable_folder(Path(out), option="--out")
     recipe = load_run_recipe(model)
     section, seed = resolve_data_section(model, recipe, data)
-    built = build_model(model)
+    built = load_model(model)
+    check_is_changeable(built, model, "--tta", tta)
+    check_is_changeable(built, model, "--corrupt", corrupt)
     num_classes = get_num_classes(model, built)
     if built.multilabel and fit_temperature:
         raise RecipeError(
@@ -271,6 +273,8 @@ def prepare_evaluation(
     mapped_split, class_names = _map_labels_to_model_classes(
         model, built.class_names, num_classes, source, split
     )
+    if built.pipeline is not None:
+        mapped_split = dataclasses.replace(mapped_split, decode_size=built.pipeline.decode_size)
     network: nn.Module = built.model.to(accelerator.device, torch.float32)
     choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
     loader = _build_loader(
@@ -534,7 +538,7 @@ def _build_loader(
 ) -> AnyLoader:
     """Return a loader of the split's images, or of cached features if possible and wanted."""
     device, preprocessing = accelerator.device, built.preprocessing
-    pipeline = build_pipeline(preprocessing, section.eval, train=False)
+    pipeline = built.pipeline or build_pipeline(preprocessing, section.eval)
     if (
         use_cached_features
         and enable_feature_input(built.model, preprocessing.image_size, training=False) is None

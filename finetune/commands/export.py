@@ -13,14 +13,13 @@ origin of the weights.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,17 +36,29 @@ from finetune.commands.export_formats import (
     SUFFIXES,
     ExportedModel,
     export_network,
+    largest_difference,
     load_exported,
     require_packages,
-    root_cause_message,
+    run_exported,
     suppress_exporter_output,
+)
+from finetune.commands.reduced_precision import (
+    format_reduced,
+    open_reduced_precision,
+    replace_by_reduced,
 )
 from finetune.data.decode import decode_image, hwc_to_chw
 from finetune.data.from_recipe import open_full_data
 from finetune.data.image_paths import list_cli_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
-from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, WeightsError
+from finetune.errors import (
+    DataError,
+    FinetuneError,
+    RecipeError,
+    SetupError,
+    WeightsError,
+)
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import explain_disk_errors, file_sha256
 from finetune.formatting import format_bytes, pluralize
@@ -80,6 +91,8 @@ def export_model(
     images: Sequence[str] = (),
     image_size: int | tuple[int, int] | None = None,
     preprocessing: bool = True,
+    precision: Literal["int8", "fp16"] | None = None,
+    max_drop: float = 0.5,
 ) -> dict[str, Any]:
     """Export a model, and write it only if its outputs match the model's.
 
@@ -93,16 +106,23 @@ def export_model(
         preprocessing: True to export a model from a uint8 image (1, H, W, 3) of any size to
             probabilities (1, K); False for a model from normalized images (B, 3, h, w) to logits
             (B, K).
+        precision: precision of the exported network; None for float32. Others need a run directory,
+            whose validation images measure the accuracy, and ONNX with the preprocessing.
+        max_drop: largest drop of the accuracy by `precision`, in percentage points.
     Returns: a dict with keys "file", "format", "opset", "bytes", "sha256" (by file name),
         "max_difference" (of a probability, or of a logit), "num_images", "images"; with
         preprocessing also "certificate" (the path of the JSON file), "top1_agreement",
-        "num_sizes", "latency_ms"; without also "preprocessing" (the path of the JSON file),
+        "num_sizes", "latency_ms" (of the float model), and with `precision` "reduced" (see
+        `convert_precision`); without also "preprocessing" (the path of the JSON file),
         "batch_sizes".
-    Raises: WeightsError if the architecture cannot be exported, or an output differs by more than
-        1e-3; SetupError if a package is missing, or the file cannot be written or is not from an
-        earlier export; RecipeError or DataError for wrong arguments or images, or for a transform
-        spec that cannot be exported.
+    Raises: WeightsError if the architecture cannot be exported, an output differs by more than
+        1e-3, or `precision` lowers the accuracy by more than `max_drop`; SetupError if a package is
+        missing, or the file cannot be written or is not from an earlier export; RecipeError or
+        DataError for wrong arguments or images, or for a transform spec that cannot be exported.
     """
+    reduced = precision and open_reduced_precision(
+        model, precision, max_drop=max_drop, format=format, preprocessing=preprocessing
+    )
     target = resolve_output_path(model, format, out, preprocessing=preprocessing)
     record_name = _CERTIFICATE if preprocessing else f"{target.name}.json"
     _check_not_foreign(target, record_name)
@@ -123,37 +143,17 @@ def export_model(
     decoded, compared_on = _load_comparison_images(
         model, None if preprocessing else pipeline.decode_size, images
     )
-    with explain_disk_errors(target), contextlib.ExitStack() as stack:
-        staging = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
-        staging_path = Path(stack.enter_context(staging))
-        path = staging_path / target.name
+    with (
+        explain_disk_errors(target),
+        tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as staging,
+    ):
+        path = Path(staging) / target.name
         logger.info(f"exporting to {format}; a large model takes minutes")
-        stack.enter_context(suppress_exporter_output())
         name = f"{model}: {format}"
         if module is None:
             images_N3hw = _preprocess(pipeline, decoded)
-            # zeros, because a .pt2 file stores the example input: it must not be a private image
-            example = torch.zeros(2, *images_N3hw.shape[1:])
-            opset = export_network(network, example, path, built.architecture, format)
-            difference = _check_logits(network, load_exported(path, format), images_N3hw, name)
-            figures: dict[str, Any] = {
-                "max_difference": difference,
-                "batch_sizes": list(BATCH_SIZES),
-                "num_images": len(images_N3hw),
-            }
+            opset, figures = _export_network(network, built, images_N3hw, path, format, name)
         else:
-            height, width = pipeline.image_size
-            # not square, so that the trace does not take height and width for one axis
-            example = torch.zeros(1, height + 8, width + 24, 3, dtype=torch.uint8)
-            opset = export_network(
-                module,
-                example,
-                path,
-                built.architecture,
-                format,
-                signature=IMAGE_SIGNATURE,
-                metadata=_graph_metadata(metadata),
-            )
             classifier = Classifier(
                 network,
                 pipeline,
@@ -162,13 +162,17 @@ def export_model(
                 temperature=built.temperature,
                 thresholds=metadata.get("thresholds"),
             )
-            exported = load_exported(path, format)
-            figures = certify(exported, classifier, vary_sizes(list(decoded)), name)
+            opset, figures = _export_classifier(
+                module, classifier, built, metadata, list(decoded), path, format, name
+            )
+        if reduced is not None:
+            logger.info(f"--{precision}: measuring on {len(reduced.validation)} validation images")
+            figures["reduced"] = replace_by_reduced(path, reduced, metadata.get("thresholds"), name)
         result = {
             "format": format,
             "opset": opset,
-            "bytes": sum(path.stat().st_size for path in staging_path.iterdir()),
-            "sha256": {path.name: file_sha256(path) for path in sorted(staging_path.iterdir())},
+            "bytes": sum(path.stat().st_size for path in path.parent.iterdir()),
+            "sha256": {path.name: file_sha256(path) for path in sorted(path.parent.iterdir())},
             **figures,
             "images": compared_on,
         }
@@ -176,10 +180,53 @@ def export_model(
         if module is not None:
             record = {key: metadata[key] for key in ("source", "versions")} | {"export": result}
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-        (staging_path / record_name).write_text(text, encoding="utf-8")
-        _move_into_place(staging_path, target, record_name)
+        (path.parent / record_name).write_text(text, encoding="utf-8")
+        _move_into_place(path.parent, target, record_name)
     record_key = "certificate" if preprocessing else "preprocessing"
     return {"file": str(target), record_key: str(target.with_name(record_name)), **result}
+
+
+@suppress_exporter_output()
+def _export_network(
+    network: nn.Module, built: BuiltModel, images_N3hw: Tensor, path: Path, format: str, name: str
+) -> tuple[int | None, dict[str, Any]]:
+    """Export from normalized images to logits. Returns: the opset, and figures for the record."""
+    # zeros, because a .pt2 file stores the example input: it must not be a private image
+    example = torch.zeros(2, *images_N3hw.shape[1:])
+    opset = export_network(network, example, path, built.architecture, format)
+    difference = _check_logits(network, load_exported(path, format), images_N3hw, name)
+    return opset, {
+        "max_difference": difference,
+        "batch_sizes": list(BATCH_SIZES),
+        "num_images": len(images_N3hw),
+    }
+
+
+@suppress_exporter_output()
+def _export_classifier(
+    module: ImageClassifier,
+    classifier: Classifier,
+    built: BuiltModel,
+    metadata: dict[str, Any],
+    images: Sequence[np.ndarray],
+    path: Path,
+    format: str,
+    name: str,
+) -> tuple[int | None, dict[str, Any]]:
+    """Export from pixels to probabilities. Returns: the opset, and figures for the certificate."""
+    height, width = classifier.pipeline.image_size
+    # not square, so that the trace does not take height and width for one axis
+    example = torch.zeros(1, height + 8, width + 24, 3, dtype=torch.uint8)
+    opset = export_network(
+        module,
+        example,
+        path,
+        built.architecture,
+        format,
+        signature=IMAGE_SIGNATURE,
+        metadata=_graph_metadata(metadata),
+    )
+    return opset, certify(load_exported(path, format), classifier, vary_sizes(images), name)
 
 
 def _build_image_classifier(
@@ -203,13 +250,15 @@ def format_export(result: dict[str, Any]) -> str:
     first = f"{result['file']}: {format_bytes(result['bytes'])}{opset}"
     images = f"{pluralize(result['num_images'], 'image')} of {result['images']}"
     if "certificate" in result:
-        return (
+        text = (
             f"{first}, takes a uint8 image of any size\n"
-            f"{result['certificate']}: same top-1 as the model on {images}, in "
+            f"{result['certificate']}: {'in float, ' if 'reduced' in result else ''}same top-1 as "
+            f"the model on {images}, in "
             f"{pluralize(result['num_sizes'], 'size')}; largest difference of a probability "
             f"{result['max_difference']:.2g} (limit {MAX_DIFFERENCE:g}), "
             f"{result['latency_ms']:.1f} ms per image"
         )
+        return "\n".join([text, *format_reduced(result.get("reduced"))])
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
         f"{first}, dynamic batch size\n"
@@ -247,15 +296,18 @@ def _check_not_foreign(target: Path, record_name: str) -> None:
     """Raise SetupError if the file exists, unless the metadata of an export names it."""
     metadata_path = target.with_name(record_name)
     try:
-        is_ours = target.name in json.loads(metadata_path.read_bytes())["export"]["sha256"]
+        names = [*json.loads(metadata_path.read_bytes())["export"]["sha256"]]
     except (OSError, ValueError, KeyError, TypeError):
-        is_ours = False
+        names = []
+    if target.name in names:
+        return
     for path in (target, metadata_path):
-        if os.path.lexists(path) and not is_ours:
+        if os.path.lexists(path):
+            cause = "is not from an earlier export; remove it, or"
+            if names and path == metadata_path:
+                cause = f"describes {names[0]};"
             raise SetupError(
-                f"{path}: exists, but is not from an earlier export; remove it, or choose another "
-                "--out",
-                code="setup.exists",
+                f"{path}: exists, but {cause} choose another --out", code="setup.exists"
             )
 
 
@@ -337,16 +389,9 @@ def _check_logits(
         images_B3hw = images_N3hw[torch.arange(size) % len(images_N3hw)]
         with torch.inference_mode():
             expected_BK = network(images_B3hw)
-        try:
-            actual_BK = exported(images_B3hw)
-        except Exception as error:  # each runtime raises its own error types
-            raise WeightsError(
-                f"{name}: the export fails for a batch of {size} "
-                f"({root_cause_message(error)}), so it was not written; try another --format",
-                code="weights.wrong_export",
-            ) from error
-        same_shape = expected_BK.shape == actual_BK.shape
-        difference = float((expected_BK - actual_BK).abs().max()) if same_shape else float("inf")
+        what = f"{name}: the export fails for a batch of {size}"
+        actual_BK = run_exported(exported, images_B3hw, what, advice="try another --format")
+        difference = largest_difference(actual_BK, expected_BK)
         if not difference <= TOLERANCE:  # `not <=` instead of `>`, so that NaN fails too
             raise WeightsError(
                 f"{name}: a logit of the export differs from the model's by {difference:.3g} "

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from finetune.commands.export_formats import ExportedModel, root_cause_message
+from finetune.commands.export_formats import ExportedModel, largest_difference, run_exported
 from finetune.data.decode import hwc_to_chw
 from finetune.errors import WeightsError
 from finetune.inference import Classifier
@@ -94,17 +94,10 @@ def certify(
         prepared = classifier.pipeline(hwc_to_chw(image_1HW3[0].numpy())[None])
         expected_K = classifier.confidences(classifier.logits(prepared))[0].cpu()
         start = time.perf_counter()
-        try:
-            actual_1K = exported(image_1HW3)
-        except Exception as error:  # each runtime raises its own error types
-            raise WeightsError(
-                f"{name}: the export fails for an image of {height}x{width} "
-                f"({root_cause_message(error)}), so it was not written; use --no-preprocessing",
-                code="weights.wrong_export",
-            ) from error
+        what = f"{name}: the export fails for an image of {height}x{width}"
+        actual_1K = run_exported(exported, image_1HW3, what, advice="use --no-preprocessing")
         latencies.append(time.perf_counter() - start)
-        same_shape = actual_1K.shape == (1, len(expected_K))
-        difference = float((actual_1K[0] - expected_K).abs().max()) if same_shape else float("inf")
+        difference = largest_difference(actual_1K, expected_K[None])
         # `not <=` instead of `>`, so that NaN fails too
         if not difference <= MAX_DIFFERENCE:
             problem = f"a probability differs from the model's by {difference:.3g}"

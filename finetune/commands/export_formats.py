@@ -17,7 +17,8 @@ import torch
 from timm.models.hiera import MaskUnitAttention
 from torch import Tensor, nn
 
-from finetune.errors import SetupError, WeightsError, install_hint
+from finetune.errors import SetupError, WeightsError, install_hint, root_cause_message
+from finetune.models.exported import open_onnx_session
 
 __all__ = [
     "IMAGE_SIGNATURE",
@@ -26,9 +27,10 @@ __all__ = [
     "ExportedModel",
     "Signature",
     "export_network",
+    "largest_difference",
     "load_exported",
     "require_packages",
-    "root_cause_message",
+    "run_exported",
     "suppress_exporter_output",
 ]
 
@@ -179,14 +181,6 @@ def _trace(
     return torch.export.export(network, (example,), dynamic_shapes=signature.dynamic_shapes)
 
 
-def root_cause_message(error: BaseException) -> str:
-    """Return the message of an error's root cause on one line, at most 200 characters."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
 def load_exported(path: Path, format: str) -> ExportedModel:
     """Load an exported file with its runtime, as a user would.
 
@@ -203,17 +197,30 @@ def load_exported(path: Path, format: str) -> ExportedModel:
         ) from error
 
 
+def run_exported(exported: ExportedModel, inputs: Tensor, what: str, *, advice: str) -> Tensor:
+    """Run an exported model. Raises: WeightsError that begins with `what` if its runtime fails."""
+    try:
+        return exported(inputs)
+    except Exception as error:  # each runtime raises its own error types
+        raise WeightsError(
+            f"{what} ({root_cause_message(error)}), so it was not written; {advice}",
+            code="weights.wrong_export",
+        ) from error
+
+
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference; infinity for another shape."""
+    is_same = actual.shape == expected.shape
+    return float((actual - expected).abs().max()) if is_same else float("inf")
+
+
 def _load_torch(path: Path) -> ExportedModel:
     module = torch.export.load(path).module()
     return lambda images: module(images)
 
 
 def _load_onnx(path: Path) -> ExportedModel:
-    onnx, onnxruntime = map(importlib.import_module, ("onnx", "onnxruntime"))
-    onnx.checker.check_model(str(path))
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    importlib.import_module("onnx").checker.check_model(str(path))
+    session = open_onnx_session(path)
     name = session.get_inputs()[0].name
     return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])

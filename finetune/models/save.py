@@ -51,6 +51,8 @@ class BuiltModel:
             None for a new head, or if the weights are not calibrated.
         posemb: method that resizes the position embeddings to another image size, one of
             RESIZE_METHODS.
+        pipeline: a `Pipeline` or `ExportedPipeline` with the evaluation transforms of an exported
+            file, which cannot be changed; otherwise None, and they come from `preprocessing`.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class BuiltModel:
     multilabel: bool = False
     thresholds: list[float] | None = None
     posemb: str = "timm"
+    pipeline: Any = None
 
     @property
     def network_args(self) -> dict[str, Any]:

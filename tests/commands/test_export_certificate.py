@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -21,7 +26,9 @@ from finetune.commands.export_certificate import certify, vary_sizes
 from finetune.files import file_sha256
 from finetune.inference import Classifier
 from finetune.models.build import build_model
-from finetune.models.save import save_model
+from finetune.models.save import BuiltModel, save_model
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 NANO = "embedded:vit_nano"
 
@@ -129,6 +136,61 @@ def test_sizes_of_the_comparison_vary() -> None:
     ratios = [image.shape[0] / image.shape[1] for image in varied]
     assert min(ratios) < 0.05
     assert max(ratios) > 20
+
+
+def test_second_format_needs_another_folder(exported: dict[str, Any]) -> None:
+    path = Path(exported["file"])
+    other = {"onnx": "torch", "torch": "onnx"}[exported["format"]]
+    with refused("setup.exists", "certificate.json", path.name, "--out"):
+        export_model(NANO, format=other, out=str(path.parent))
+    assert sorted(os.listdir(path.parent)) == ["certificate.json", path.name]
+
+
+def test_killed_export_leaves_no_file_and_can_be_repeated(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "finetune", "export", NANO, "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not list(tmp_path.glob(".export-*/model.onnx")):
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith(".export-")]
+    export_model(NANO, out=str(tmp_path))
+    assert {"certificate.json", "model.onnx"} < set(os.listdir(tmp_path))
+
+
+def save(built: BuiltModel, folder: Path) -> str:
+    """Save a model with numbered classes."""
+    folder.mkdir()
+    names = [f"class {index}" for index in range(built.model.num_classes)]
+    state = built.model.state_dict()
+    save_model(folder, built, state, class_names=names, preprocessing=built.preprocessing)
+    return str(folder)
+
+
+def test_many_classes(tmp_path: Path) -> None:
+    model = save(build_model(NANO, num_classes=21_843, head_init="default"), tmp_path / "m")
+    exported = export_model(model, out=str(tmp_path))
+    assert exported["top1_agreement"] == 1
+    image = gradient_image(50, 70)
+    [row] = Classifier.load(model, device="cpu").predict(image, top_k=1)
+    assert probabilities(exported["file"], image).argmax() == row["predictions"][0]["index"]
+    session = onnxruntime.InferenceSession(exported["file"])
+    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    assert (len(classes), classes[-1]) == (21_843, "class 21842")
+
+
+def test_adapter_is_merged(tmp_path: Path, no_plots: None) -> None:
+    recipe = parse_recipe(f"""
+model: {{name: "{NANO}", adapter: {{rank: 2, targets: [attention]}}}}
+data: {{source: "embedded:digits", train: resize, eval: resize}}
+optim: {{lr: 1.0e-2, steps: 6}}
+""")
+    train(recipe, tmp_path / "run")
+    assert (tmp_path / "run/model/adapter").is_dir()
+    exported = export_model(str(tmp_path / "run"), out=str(tmp_path))
+    names = {tensor.name for tensor in onnx.load(exported["file"]).graph.initializer}
+    assert not [name for name in names if "lora" in name]
+    assert exported["max_difference"] < 1e-5
 
 
 @pytest.mark.parametrize("multilabel", [False, True])

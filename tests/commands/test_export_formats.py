@@ -18,7 +18,6 @@ from finetune.commands.export_formats import (
     export_network,
     load_exported,
     require_packages,
-    root_cause_message,
     suppress_exporter_output,
 )
 from finetune.errors import WeightsError
@@ -160,17 +159,3 @@ def test_suppress_exporter_output_hides_output_but_not_errors(
     assert capsys.readouterr() == ("", "")
     print("visible")
     assert capsys.readouterr().out == "visible\n"
-
-
-def test_root_cause_message_is_one_short_line() -> None:
-    def fail() -> None:
-        try:
-            raise ValueError("a\n  long cause" + "x" * 300)
-        except ValueError as error:
-            raise RuntimeError("step 1 of 3 failed") from error
-
-    with pytest.raises(RuntimeError) as caught:
-        fail()
-    assert root_cause_message(caught.value).startswith("a long causexxx")
-    assert len(root_cause_message(caught.value)) == 201
-    assert root_cause_message(KeyError()) == "KeyError"

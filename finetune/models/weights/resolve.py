@@ -262,8 +262,8 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
     if path.suffix in (".onnx", ".pt2"):
         raise WeightsError(
-            f"{source}: an exported file, which finetune does not read back; give the run or the "
-            "model folder that it was exported from",
+            f"{source}: an exported file, which only predict, eval and compare read (.onnx); give "
+            "the run or the model folder that it was exported from",
             code="weights.wrong_format",
         )
     if path.suffix not in WEIGHTS_SUFFIXES:

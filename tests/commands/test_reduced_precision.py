@@ -1,0 +1,231 @@
+"""INT8 and FP16 exports: accurate enough, or refused with the figures and not written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from recipe_texts import tiny_recipe_text
+from refusals import refused
+
+from finetune.commands.export import export_model, format_export
+from finetune.data.from_recipe import open_data
+from finetune.data.open_source import open_source
+from finetune.models.build import build_model
+from finetune.models.save import save_model
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.training.train import train
+
+RECIPE = """
+model: {name: "embedded:vit_nano", freeze: backbone}
+data: {source: "embedded:digits", train: resize, eval: resize, val_fraction: 0.3}
+optim: {lr: 1.0e-2, epochs: 10}
+"""
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Path:
+    """A run whose classifier has about 82 % accuracy on digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    train(load_recipe(folder / "recipe.yaml"), out=folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def int8(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("int8")
+    return export_model(str(digits_run), out=str(out), precision="int8")
+
+
+def with_outliers(run: Path, copy: Path, channel: int, only: str = "") -> Path:
+    """Copy a run and multiply a channel between normalization and linear layers by 10,000.
+
+    The next layer divides by it again, so the float network computes the same.
+
+    Args:
+        only: prefix of the normalization layers to change.
+    """
+    built = build_model(str(run))
+    modules = dict(built.model.named_modules())
+    pairs = {"norm": "head"}
+    for index in range(len(built.model.blocks)):
+        pairs[f"blocks.{index}.norm1"] = f"blocks.{index}.attn.qkv"
+        pairs[f"blocks.{index}.norm2"] = f"blocks.{index}.mlp.fc1"
+    with torch.no_grad():
+        for norm, linear in pairs.items():
+            if norm.startswith(only):
+                modules[norm].weight[channel] *= 1e4
+                modules[norm].bias[channel] *= 1e4
+                modules[linear].weight[:, channel] /= 1e4
+    (copy / "model").mkdir(parents=True)
+    (copy / "run.json").write_text("{}")
+    (copy / "recipe.yaml").write_text(RECIPE)
+    save_model(
+        copy / "model",
+        built,
+        built.model.state_dict(),
+        class_names=built.class_names,
+        preprocessing=built.preprocessing,
+    )
+    return copy
+
+
+def accuracy(file: str) -> float:
+    """Measure an exported file on the validation images, without this package."""
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    split = open_source("embedded:digits").splits["test"]
+    correct = [
+        probabilities(session, split.decode(index)).argmax() == label
+        for index, label in enumerate(split.labels)
+    ]
+    return float(np.mean(correct))
+
+
+def probabilities(session: onnxruntime.InferenceSession, image: np.ndarray) -> np.ndarray:
+    return session.run(None, {"image": np.array(image)[None]})[0][0]
+
+
+def test_int8_file_is_small_and_keeps_accuracy_and_metadata(
+    digits_run: Path, int8: dict[str, Any], tmp_path: Path
+) -> None:
+    float_file = export_model(str(digits_run), out=str(tmp_path))["file"]
+    assert os.path.getsize(int8["file"]) < 0.35 * os.path.getsize(float_file)
+    assert abs(accuracy(int8["file"]) - accuracy(float_file)) < 0.02
+    metadata, float_metadata = (
+        onnxruntime.InferenceSession(file).get_modelmeta().custom_metadata_map
+        for file in (int8["file"], float_file)
+    )
+    assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
+    assert metadata.items() >= float_metadata.items()
+    assert sorted(os.listdir(Path(int8["file"]).parent)) == ["certificate.json", "model.onnx"]
+
+
+def test_certificate_has_the_paired_accuracy(int8: dict[str, Any]) -> None:
+    certificate = json.loads(Path(int8["certificate"]).read_text("utf-8"))
+    reduced = certificate["export"]["reduced"]
+    assert reduced == int8["reduced"]
+    assert (reduced["precision"], reduced["num_calibration_images"]) == ("int8", 128)
+    assert reduced["num_validation_images"] > 400
+    low, high = reduced["drop_interval"]
+    assert low < reduced["drop"] <= min(high, reduced["max_drop"])
+    assert reduced["drop"] == pytest.approx(
+        100 * (reduced["accuracy_float"] - reduced["accuracy"]), abs=1e-9
+    )
+    text = format_export(int8)
+    assert f"{low:.2f} to {high:.2f}" in text
+    assert ("too few" in text) == (high > 0.5)
+
+
+def test_layers_with_weights_are_in_int8_and_the_preprocessing_is_not(int8: dict[str, Any]) -> None:
+    graph = onnx.load(int8["file"]).graph
+    producers = {name: node for node in graph.node for name in node.output}
+    stored = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    num_quantized = 0
+    for node in graph.node:
+        if node.op_type in ("Conv", "Gemm", "MatMul") and node.input[1] in producers:
+            weight = producers[node.input[1]]
+            if weight.op_type == "DequantizeLinear" and weight.input[0] in stored:
+                assert stored[weight.input[0]] == onnx.TensorProto.INT8
+                num_quantized += 1
+    reduced = int8["reduced"]
+    assert num_quantized == reduced["num_layers"] - len(reduced["float_layers"])
+    # patch embedding, four layers in each of four blocks, classifier
+    assert reduced["num_layers"] == 18
+
+
+@pytest.mark.parametrize(
+    "channel", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(5, 100, 5))]
+)
+def test_network_that_collapses_is_refused_and_not_written(
+    channel: int, digits_run: Path, tmp_path: Path
+) -> None:
+    run = with_outliers(digits_run, tmp_path / "run", channel)
+    out = tmp_path / "out"
+    # the first 200 of 539 images suffice
+    with refused("weights.accuracy_drop", "int8", "on 200 validation", "limit 0.5", "points"):
+        export_model(str(run), out=str(out), precision="int8")
+    assert not os.listdir(out)
+
+
+def test_one_sensitive_layer_stays_in_float_and_is_listed(digits_run: Path, tmp_path: Path) -> None:
+    run = with_outliers(digits_run, tmp_path / "run", 3, only="blocks.1.norm2")
+    exported = export_model(str(run), out=str(tmp_path), precision="int8")
+    assert "blocks.1.mlp.fc1" in exported["reduced"]["float_layers"]
+    assert len(exported["reduced"]["float_layers"]) <= 6
+    assert "blocks.1.mlp.fc1" in format_export(exported)
+    assert accuracy(exported["file"]) > 0.75
+
+
+def test_fp16_halves_the_network(digits_run: Path, tmp_path: Path) -> None:
+    exported = export_model(str(digits_run), out=str(tmp_path), precision="fp16")
+    assert exported["reduced"]["precision"] == "fp16"
+    assert exported["bytes"] < 0.55 * exported["reduced"]["bytes_float"]
+    session = onnxruntime.InferenceSession(exported["file"])
+    assert session.get_inputs()[0].type == "tensor(uint8)"
+    assert session.get_outputs()[0].type == "tensor(float)"
+    assert "classes" in session.get_modelmeta().custom_metadata_map
+
+
+def test_max_drop_lets_a_collapsed_network_through(digits_run: Path, tmp_path: Path) -> None:
+    run = with_outliers(digits_run, tmp_path / "run", 0)
+    exported = export_model(str(run), out=str(tmp_path), precision="int8", max_drop=100)
+    reduced = exported["reduced"]
+    assert 0.5 < reduced["drop_interval"][0] < reduced["drop"] <= 100
+    assert accuracy(exported["file"]) < reduced["accuracy_float"] - 0.05
+
+
+def test_multilabel_image_is_right_if_all_labels_are(tmp_path: Path, no_plots: None) -> None:
+    text = tiny_recipe_text(
+        "task: multilabel, train: resize, eval: resize, batch_size: 32, num_test: 60, "
+        "split_seed: 0",
+        source="embedded:digit_pairs",
+        optim="lr: 5e-3, steps: 40",
+        width=48,
+    )
+    recipe = parse_recipe(text)
+    train(recipe, tmp_path / "run")
+    exported = export_model(
+        str(tmp_path / "run"), out=str(tmp_path), precision="int8", max_drop=100
+    )
+    split = open_data(recipe.data, 0).splits["val"]
+    session = onnxruntime.InferenceSession(exported["file"])
+    thresholds = json.loads(session.get_modelmeta().custom_metadata_map["thresholds"])
+    correct = [
+        bool(((probabilities(session, split.decode(index)) >= thresholds) == label).all())
+        for index, label in enumerate(split.labels)
+    ]
+    assert 0 < np.mean(correct) < 1
+    assert exported["reduced"]["accuracy"] == pytest.approx(np.mean(correct), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"format": "torch"}, "--format torch"),
+        ({"preprocessing": False}, "--no-preprocessing"),
+        ({}, "embedded:vit_nano is not a run directory"),
+    ],
+)
+def test_conflicting_options_are_refused(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with refused("recipe.conflict", "--int8", named):
+        export_model("embedded:vit_nano", out=str(tmp_path), precision="int8", **options)
+    assert not os.listdir(tmp_path)
+
+
+def test_run_without_validation_images_is_refused(digits_run: Path, tmp_path: Path) -> None:
+    run = with_outliers(digits_run, tmp_path / "run", 0)
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("val_fraction: 0.3", "val_fraction: 0.0"))
+    with refused("data.no_split", "--int8", "val_fraction"):
+        export_model(str(run), out=str(tmp_path / "out"), precision="int8")
+    assert not os.listdir(tmp_path / "out")

@@ -246,13 +246,13 @@ def test_seeds_of_other_images_are_not_averaged(
     done: bool, plan: str, fake_training, tmp_path: Path
 ) -> None:
     """Runs without model/ are not resumed, which would compare the images."""
-    run_plan(plan, only=["plain"], out=tmp_path)
-    (tmp_path / "plain-s0" / "model").rmdir()
-    record_path = tmp_path / "plain-s0" / "run.json"
+    run_plan(plan, only=["chosen"], out=tmp_path)
+    (tmp_path / "chosen-s3" / "model").rmdir()
+    record_path = tmp_path / "chosen-s3" / "run.json"
     record = json.loads(record_path.read_text())
-    record_path.write_text(json.dumps({**record, "split_fingerprints": {"classes": "0"}}))
-    with refused("data.changed", tmp_path / "plain-s0", "different images"):
-        run_plan(plan, only=[] if done else ["plain"], out=tmp_path, done=done)
+    record_path.write_text(json.dumps({**record, "split_fingerprints": {"test": "0"}}))
+    with refused("data.changed", tmp_path / "chosen-s3", "different images"):
+        run_plan(plan, only=[] if done else ["chosen"], out=tmp_path, done=done)
 
 
 def test_probe_entries_run_once(

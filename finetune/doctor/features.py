@@ -7,7 +7,6 @@ A row is the position of an image in all splits of a source, one split after the
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -228,11 +227,8 @@ def held_out_probabilities(
         )
     built = build_model(run)
     pipeline, class_names = eval_pipeline_and_class_names(run, built)
-    identity = feature_identity(built, pipeline.transform_spec)
-    tensors = hashlib.sha256()  # with the classifier, unlike in `feature_identity`
-    for tensor in built.model.state_dict().values():
-        tensors.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    identity["classifier"] = tensors.hexdigest()
+    identity = feature_identity(built, pipeline.transform_spec, with_classifier=True)
+    identity["output"] = "logits"
     logits_MK = _compute_outputs(held_out, built, pipeline, identity, accelerator, _compute_logits)
     if logits_MK is None:
         return None

@@ -87,20 +87,22 @@ class Features:
         return self.values_ND[rows], self.labels_N[rows]
 
 
-def feature_identity(built: BuiltModel, transform_spec: str | None) -> dict[str, Any]:
+def feature_identity(
+    built: BuiltModel, transform_spec: str | None, *, with_classifier: bool = False
+) -> dict[str, Any]:
     """Return the data-independent part of the cache key: model, hash of the weights, transforms.
 
     Args:
         built: the model, before its weights are changed.
         transform_spec: evaluation transforms; None for the default transforms of the weights.
+        with_classifier: True if logits are cached; features do not depend on the classifier.
     Returns: a JSON-serializable dict. "weights" is the sha256 over names and values of the model's
-        tensors, after any resize of position embeddings. Classifiers are excluded, because
-        features do not depend on them.
+        tensors, after any resize of position embeddings.
     """
     digest = hashlib.sha256()
     classifier_prefixes = tuple(f"{name}." for name in linear_classifier_names(built.model))
     for name, tensor in built.model.state_dict().items():
-        if name.startswith(classifier_prefixes):
+        if name.startswith(classifier_prefixes) and not with_classifier:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)

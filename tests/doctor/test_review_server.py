@@ -271,14 +271,3 @@ class TestStart:
             options = ("--out", str(tmp_path), "--review", "--port", port)
             assert main(["data", "doctor", source.name, *options]) == 5
         assert f"--port {port}" in capsys.readouterr().err
-
-    def test_findings_of_other_data_and_damaged_decisions(
-        self, tmp_path: Path, source: Source
-    ) -> None:
-        folder = write_image_folder(tmp_path / "photos", {**COUNTS, "test/cow": 2})
-        write_review(tmp_path, source)
-        with refused("data.changed", tmp_path / "doctor.json", "test"):
-            serve_review(folder, folder=tmp_path, port=0)
-        (tmp_path / "decisions.csv").write_bytes(b"\x00\x01")
-        with refused("data.wrong_format", tmp_path / "decisions.csv"):
-            serve_review(source.name, folder=tmp_path, port=0)

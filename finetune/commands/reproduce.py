@@ -238,8 +238,8 @@ def _check_same_inputs(name: str, folders: Sequence[Path]) -> None:
     if inputs := differing_inputs(identities):
         raise DataError(
             f"{name}: its runs ({', '.join(map(str, folders))}) used different "
-            f"{' and '.join(inputs)}, so their mean is not meaningful; remove the wrong ones and "
-            "run the command again",
+            f"{' and '.join(inputs.values())}, so their mean is not meaningful; remove the wrong "
+            "ones and run the command again",
             code="data.changed",
         )
 

@@ -31,7 +31,11 @@ from finetune.report.sections import (
     training_images_per_second,
     training_seconds,
 )
-from finetune.run.record import describe_split_decisions, training_identity
+from finetune.run.record import (
+    describe_split_decisions,
+    differing_inputs,
+    training_identity,
+)
 
 __all__ = [
     "RecipeGroup",
@@ -43,6 +47,7 @@ __all__ = [
     "metric_columns",
     "run_rows",
     "unique_run_names",
+    "unstated_differences",
 ]
 
 Row = dict[str, Any]
@@ -155,6 +160,22 @@ def differing_settings(recipes: Sequence[Recipe]) -> list[tuple[str, list[str]]]
             if any(value != values[0] for value in values):
                 differing.append((f"{section}.{key}", [_format_setting(value) for value in values]))
     return differing
+
+
+def unstated_differences(runs: Sequence[Run]) -> list[str]:
+    """Return what differs between runs although the recipe keys that name it do not.
+
+    Images on which metrics were measured are always returned.
+    """
+    keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
+    identities = [training_identity(run.recipe, run.record) for run in runs]
+    measured = [{k: each["data"].get(k) for k in ("val", "test")} for each in identities]
+    return [
+        name
+        for section, name in differing_inputs(identities).items()
+        if not any(key.startswith(f"{section}.") for key in keys)
+        or (section == "data" and any(each != measured[0] for each in measured))
+    ]
 
 
 def _format_setting(value: Any) -> str:

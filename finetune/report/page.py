@@ -24,6 +24,7 @@ from finetune.report.comparison import (
     group_rows,
     metric_columns,
     run_rows,
+    unstated_differences,
 )
 from finetune.report.doctor_findings import DoctorFindings
 from finetune.report.figure_style import to_svg
@@ -47,7 +48,6 @@ from finetune.report.thumbnails import (
     open_reported_split,
     training_image_rows,
 )
-from finetune.run.record import differing_inputs, training_identity
 
 __all__ = ["write_comparison", "write_report_pages", "write_run_report"]
 
@@ -308,7 +308,7 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
         too_few=TOO_FEW_IMAGES_NOTE,
         intervals=any(cell["interval"] for row in rows for cell in row["figures"]),
         differing=[key for key, _ in differing_settings([run.recipe for run in runs])],
-        inputs=differing_inputs([training_identity(run.recipe, run.record) for run in runs]),
+        inputs=unstated_differences(runs),
         curves=[
             to_svg(plots.plot_run_comparison(named_histories, key=key, split=split))
             for key, split in curves

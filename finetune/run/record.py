@@ -145,18 +145,23 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what runs do not have in common besides their recipes, such as "images".
+def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what runs do not have in common besides their recipes.
 
     Args:
         identities: the result of `training_identity` for each run.
+    Returns: such as {"data": "images or labels"}, by the section of a recipe that names it.
     """
-    names = {"data": "images or labels", "weights": "pretrained weights", "teacher": "teachers"}
-    return [
-        name
-        for key, name in names.items()
+    parts = {
+        "data": ("data", "images or labels"),
+        "model": ("weights", "pretrained weights"),
+        "distill": ("teacher", "teachers"),
+    }
+    return {
+        section: name
+        for section, (key, name) in parts.items()
         if any(each[key] != identities[0][key] for each in identities)
-    ]
+    }
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

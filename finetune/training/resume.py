@@ -122,8 +122,11 @@ def start_or_resume(
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
     run.drop_metrics_after(0 if is_branch else start_step)
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
+    # A run that is finished again at the same length has the weights that were pushed.
+    is_same_length = not is_branch and _recorded_num_steps(record, setup) == setup.num_steps
+    removed = _END_OF_RUN_KEYS - ({"pushed"} if is_same_length else set())
     record = {
-        **cast(RunRecord, {k: v for k, v in record.items() if k not in _END_OF_RUN_KEYS}),
+        **cast(RunRecord, {k: v for k, v in record.items() if k not in removed}),
         "status": "running",
         "training_keys": training_keys(setup.recipe),
         "precision": precision,

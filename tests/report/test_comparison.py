@@ -15,6 +15,7 @@ from finetune.report.comparison import (
     metric_columns,
     run_rows,
     unique_run_names,
+    unstated_differences,
 )
 from finetune.report.page import write_comparison
 from finetune.report.run_data import Run, read_run
@@ -90,6 +91,27 @@ class TestGroupByRecipe:
         assert ("The runs used different" in (tmp_path / "page.html").read_text()) == (
             num_groups == 2
         )
+
+    @pytest.mark.parametrize(
+        "override, keys, said",
+        [
+            ("model.image_size=32", {"weights_sha256": "b"}, []),  # the page shows model.image_size
+            ("optim.lr=0.5", {"weights_sha256": "b"}, ["pretrained weights"]),
+            ("data.workers=7", {"split_fingerprints": {"train": "b"}}, ["images or labels"]),
+            ("data.batch_size=7", {"split_fingerprints": {"test": "b"}}, ["images or labels"]),
+            ("data.num_train=7", {"split_fingerprints": {"train": "b"}}, []),
+        ],
+    )
+    def test_differences_that_the_recipes_do_not_show(
+        self, override: str, keys: dict[str, Any], said: list[str], tmp_path: Path
+    ) -> None:
+        runs = []
+        for name, overrides, changes in (("a", (), {}), ("b", (override,), keys)):
+            path = write_run_dir(tmp_path / name, "data.split_seed=0", *overrides)
+            record = json.loads((path / "run.json").read_text())
+            (path / "run.json").write_text(json.dumps({**record, **changes}))
+            runs.append(read_run(path))
+        assert unstated_differences(runs) == said
 
     def test_long_settings_are_replaced_by_numbers(self, tmp_path: Path) -> None:
         runs = [

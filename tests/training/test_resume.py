@@ -375,6 +375,9 @@ def test_a_run_that_continues_forgets_how_it_ended(run: RunDir) -> None:
     longer = make_setup("optim.schedule=constant", "optim.steps=300")
     assert start(run, longer, resume=True) == 2
     assert not ended.keys() & read_record(run).keys()
+    write_record(run, {**read_record(run), "status": "done", **ended})
+    assert start(run, longer, resume=True) == 2  # model/ is missing
+    assert ended.keys() & read_record(run).keys() == {"pushed"}
 
 
 def test_edited_recipe_of_a_run_is_refused(run: RunDir) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from finetune.errors import SetupError, install_hint
 from finetune.progress import item_bar
@@ -189,7 +190,7 @@ def _fit_noise(
     every_KK = np.ones_like(rates_KK, dtype=bool)
     scale, rates_KK, counts_KK = _run_em(log_p_MK, labels_M, rates_KK, every_KK)
     high = float(counts_KK.sum() - np.trace(counts_KK))
-    true_MK = _softmax(scale * log_p_MK)
+    true_MK = softmax(scale * log_p_MK, axis=1)
     significant_KK = _significant_confusions(counts_KK, true_MK.T @ true_MK)
     models = []
     for has_own_rate_KK in (significant_KK, ~every_KK)[: 1 + significant_KK.any()]:
@@ -198,7 +199,7 @@ def _fit_noise(
         # the penalty is twice that of the Bayesian information criterion
         models.append((loss + has_own_rate_KK.sum() * math.log(len(labels_M)), model))
     scale, rates_KK, _ = min(models, key=lambda each: each[0])[1]
-    true_NK[is_known_N] = true_MK = _softmax(scale * log_p_MK)
+    true_NK[is_known_N] = true_MK = softmax(scale * log_p_MK, axis=1)
     posterior_NK[is_known_N] = _posterior(true_MK, labels_M, rates_KK)
     return true_NK, posterior_NK, high
 
@@ -236,7 +237,7 @@ def _run_em(
     for _ in range(_EM_ITERATIONS):
         found = minimize_scalar(loss, bounds=_LOG_SCALES, method="bounded", options={"xatol": 0.01})
         scale = math.exp(found.x)
-        counts_KK = is_given_KN @ _posterior(_softmax(scale * log_p_NK), labels_N, rates_KK)
+        counts_KK = is_given_KN @ _posterior(softmax(scale * log_p_NK, axis=1), labels_N, rates_KK)
         true_K = counts_KK.sum(axis=0)
         off_KK = np.where(is_diagonal, 0.0, counts_KK)
         own_KK = np.where(has_own_rate_KK, off_KK, 0.0)
@@ -256,7 +257,7 @@ def _mean_loss(
     log_p_NK: FloatArray, labels_N: NDArray[np.int64], scale: float, rates_KK: FloatArray
 ) -> float:
     """Return the negative log-likelihood of the labels per image."""
-    likelihoods_N = np.einsum("nk,nk->n", _softmax(scale * log_p_NK), rates_KK[labels_N])
+    likelihoods_N = np.einsum("nk,nk->n", softmax(scale * log_p_NK, axis=1), rates_KK[labels_N])
     return -float(np.log(likelihoods_N + 1e-30).mean())
 
 
@@ -277,12 +278,6 @@ def _significant_confusions(counts_KK: FloatArray, overlaps_KK: FloatArray) -> N
         usual_KK = common * true_K + _CONFUSION_FRACTION * overlaps_KK
         is_significant_KK = off_KK > usual_KK + _SIGNIFICANCE * np.sqrt(usual_KK + 1.0)
     return is_significant_KK
-
-
-def _softmax(logits_NK: FloatArray) -> FloatArray:
-    p_NK = np.exp(logits_NK - logits_NK.max(axis=1, keepdims=True))
-    p_NK /= p_NK.sum(axis=1, keepdims=True)
-    return p_NK
 
 
 def _posterior(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import median_abs_deviation
 
 from finetune.doctor.image_scan import Neighbors, PixelFacts
 
@@ -68,9 +69,8 @@ def find_feature_outliers(
 
 def _deviations(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return distances from the median in standard deviations, estimated by the MAD."""
-    median = np.median(values)
-    mad = np.median(np.abs(values - median))
-    return (values - median) / max(1.4826 * mad, 1e-6)
+    deviation = median_abs_deviation(values, scale="normal")
+    return (values - np.median(values)) / max(deviation, 1e-6)
 
 
 def find_pixel_problems(facts: Sequence[PixelFacts | None]) -> list[Outlier]:

@@ -3,8 +3,8 @@
     python benchmarks/start_choice.py FOLDER... [--cells NAME:SIZE:FREEZE...]
 
 Each FOLDER has the splits train and test. The table has the test accuracy of the choice and of the
-best cell, and the time of the whole command compared with that of training its recipe alone. Each
-command has its own process and empty caches.
+best cell, and the CPU time of the whole command compared with that of training its recipe alone.
+Each command has its own process and empty caches.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--cells", nargs="*", default=CELLS, metavar="NAME:SIZE:FREEZE")
     arguments = parser.parse_args()
-    print("| images | chosen | test, % | best cell | test, % | difference | s | s alone | ratio |")
+    print("| images | chosen | test, % | best cell | test, % | gain | CPU s | alone | ratio |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for folder in arguments.folders:
         with TemporaryDirectory(prefix="start-choice-") as temporary:
@@ -59,17 +59,19 @@ def run_cell(folder: str, cell: str) -> tuple[float, str]:
 
 
 def run(source: str, out: Path, *overrides: str) -> tuple[float, float]:
-    """Run `finetune train` with empty caches. Returns: test accuracy, and seconds."""
+    """Run `finetune train` with empty caches. Returns: test accuracy, and CPU seconds."""
     command = [sys.executable, "-m", "finetune", "train", source, *overrides, "--out", str(out)]
     with TemporaryDirectory(prefix="start-cache-") as cache:
-        started = time.perf_counter()
+        before = getrusage(RUSAGE_CHILDREN)
         done = subprocess.run(
             [*command, "--json"],
             stdout=subprocess.PIPE,
             env={**os.environ, "FINETUNE_CACHE": cache},
             check=True,
         )
-    return json.loads(done.stdout)["test"]["top1"], time.perf_counter() - started
+        after = getrusage(RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(done.stdout)["test"]["top1"], seconds
 
 
 def describe(record: dict[str, Any]) -> str:

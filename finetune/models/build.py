@@ -455,7 +455,7 @@ def _check_image_size(model: nn.Module, weights: Weights, image_size: tuple[int,
         model, VisionTransformer
     ):  # a VisionTransformer supports every multiple of its patch size
         # small images take less time on the CPU; large ones could need more memory than there is
-        devices = ("cpu",) if max(image_size) <= min(own_size) else ("meta", "cpu")
+        devices = ("cpu", "meta") if max(image_size) <= min(own_size) else ("meta", "cpu")
         _check_forward(model, image_size, weights.architecture, devices)
 
 
@@ -482,7 +482,7 @@ def _check_forward(
     training = model.training
     model.eval()
     try:
-        for device in devices:  # some networks cannot run on the meta device
+        for device in devices:  # a network may be on the meta device, or unable to run there
             tensors = (*model.named_parameters(), *model.named_buffers())
             try:
                 state = {name: tensor.to(device) for name, tensor in tensors}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -24,7 +25,17 @@ from finetune.errors import (
     SetupError,
     WeightsError,
 )
+from finetune.evaluation.conformal import set_thresholds
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, sigmoid_probabilities
+from finetune.evaluation.selective import SelectiveThreshold, require_threshold
+from finetune.evaluation.unknown_classes import (
+    MIN_IMAGES,
+    PreLogitsRecorder,
+    UnknownClassScore,
+)
+from finetune.evaluation.validation_scores import ValidationScores, log_odds, nonconformity
+from finetune.formatting import pluralize
+from finetune.log import logger
 from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.fast_layers import use_onednn_linear
 from finetune.models.features import compute_pre_logits, enable_feature_input
@@ -67,6 +78,9 @@ class Classifier:
         tta: "flip" to average the logits of each image and its mirror image; None not to.
         with_features: True to add the pre-logits to the rows of `predict`, as "features", (D,)
             float32; the network then needs no classifier.
+        selective: threshold of an answer; None to answer always.
+        set_thresholds: K thresholds of prediction sets; None for no sets.
+        unknown_score: the score for images of no known class; None not to mark them.
     """
 
     def __init__(
@@ -80,6 +94,9 @@ class Classifier:
         thresholds: Sequence[float] | None = None,
         tta: Literal["flip"] | None = None,
         with_features: bool = False,
+        selective: SelectiveThreshold | None = None,
+        set_thresholds: NDArray[np.float64] | None = None,
+        unknown_score: UnknownClassScore | None = None,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = network.to(self.device).eval()
@@ -88,6 +105,10 @@ class Classifier:
         self.temperature = temperature
         self.thresholds = None if thresholds is None else list(thresholds)
         self._logits = self.network if tta is None else FlipTTA(self.network)
+        self.selective = selective
+        self.set_thresholds = set_thresholds
+        self.unknown_score = unknown_score
+        self._recorder = None if unknown_score is None else PreLogitsRecorder(self.network)
         self._with_features = with_features
         # compute the logits from the features, in one forward pass, if the network allows it
         self._classifies_features = (
@@ -115,6 +136,9 @@ class Classifier:
         threshold: float | None = None,
         tta: Literal["flip"] | None = None,
         with_features: bool = False,
+        max_error: float | None = None,
+        coverage: float | None = None,
+        mark_unknown: bool | None = False,
     ) -> Classifier:
         """Load a run directory, a model folder, `hf-hub:owner/name@revision` or a timm name.
 
@@ -132,9 +156,16 @@ class Classifier:
             threshold: threshold in [0, 1] for all classes of a multi-label model; None for the
                 stored thresholds.
             tta, with_features: see `Classifier`.
+            max_error: highest share of wrong answers among the answers, see `select_threshold`;
+                None to answer always.
+            coverage: share of images whose prediction set contains the true class, see
+                `evaluation.conformal.set_thresholds`; None for no sets.
+            mark_unknown: True to mark images that are of no known class, see
+                `evaluation.unknown_classes`; None to mark them if the model has the score.
         Raises: WeightsError if the model does not exist, has no classifier (unless
-            `with_features`), or has no temperature although `calibrated` is True; RecipeError if
-            `threshold` or `calibrated` does not apply to the model.
+            `with_features`), or has no temperature although `calibrated` is True, or no validation
+            scores for `max_error` and `coverage`; RecipeError if an argument does not apply to the
+            model; DataError if the model has too few validation scores.
         """
         built = load_model(str(model))
         check_is_changeable(built, str(model), "--tta", tta)
@@ -155,6 +186,18 @@ class Classifier:
                 code="weights.no_temperature",
             )
         used_temperature = temperature if calibrated else None
+        if mark_unknown is None:
+            can_mark = (built.validation_scores or {}).get("unknown_class") is not None
+            mark_unknown = can_mark and not (built.multilabel or tta)
+        selective, sets, unknown_score = _resolve_guarantees(
+            model,
+            built,
+            len(class_names),
+            max_error=max_error,
+            coverage=coverage,
+            mark_unknown=mark_unknown,
+            tta=tta,
+        )
         return cls(
             built.model,
             pipeline,
@@ -164,6 +207,9 @@ class Classifier:
             thresholds=thresholds,
             tta=tta,
             with_features=with_features,
+            selective=selective,
+            set_thresholds=sets,
+            unknown_score=unknown_score,
         )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
@@ -225,7 +271,10 @@ class Classifier:
             "confidence"}]}, or {"path", "error"} for an unreadable file. "path" is None for a PIL
             image. A multi-label model adds "labels", a list like "predictions": the classes whose
             confidence reaches their threshold, the most probable first. With features, a row has
-            "features", and no predictions if the network has no classifier.
+            "features", and no predictions if the network has no classifier. With `selective`, it
+            has "abstained", True if the model is not certain enough to answer. With
+            `set_thresholds`, it has "prediction_set", a list like "predictions", never empty. With
+            `unknown_score`, it has "unknown", True for an image of no known class.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
             finite.
         """
@@ -383,6 +432,39 @@ class Classifier:
                     confidence_K >= torch.tensor(self.thresholds, dtype=torch.float64)[index_K]
                 )
                 row["labels"] = self._to_predictions(confidence_K[is_label_K], index_K[is_label_K])
+        self._add_guarantees([row for row, _ in prepared], logits_BK)
+
+    def _add_guarantees(self, rows: Sequence[PredictionRow], logits_BK: Tensor) -> None:
+        """Add "abstained", "prediction_set" and "unknown", from logits without temperature."""
+        if self.unknown_score is not None:
+            for row, is_unknown in zip(rows, self.is_unknown(logits_BK), strict=True):
+                row["unknown"] = is_unknown
+        if self.selective is None and self.set_thresholds is None:
+            return
+        probabilities_BK = logits_BK.double().softmax(1).cpu()
+        if self.selective is not None:
+            answers_B = log_odds(probabilities_BK.amax(1)) > self.selective.threshold
+            for row, answers in zip(rows, answers_B.tolist(), strict=True):
+                row["abstained"] = not answers
+        if self.set_thresholds is not None:
+            in_set_BK = nonconformity(probabilities_BK) <= torch.from_numpy(self.set_thresholds)
+            confidences_BK = self.confidences(logits_BK).cpu()
+            for row, in_set_K, confidence_K in zip(rows, in_set_BK, confidences_BK, strict=True):
+                ranked_K = confidence_K.argsort(descending=True, stable=True)
+                index_K = ranked_K[in_set_K[ranked_K]]
+                row["prediction_set"] = self._to_predictions(confidence_K[index_K], index_K)
+
+    def is_unknown(self, logits_BK: Tensor) -> list[bool]:
+        """Return whether each image of this thread's last forward pass is of no known class.
+
+        Args:
+            logits_BK: the logits of that forward pass.
+        Returns: B flags, all False without `unknown_score`.
+        """
+        if self.unknown_score is None or self._recorder is None:
+            return [False] * len(logits_BK)
+        scores_B = self.unknown_score.compute(self._recorder.last(), logits_BK.cpu().logsumexp(1))
+        return (scores_B > self.unknown_score.threshold).tolist()
 
     def _to_predictions(self, confidence_K: Tensor, index_K: Tensor) -> list[PredictionRow]:
         return [
@@ -460,6 +542,79 @@ def _resolve_thresholds(
         return None
     stored = built.thresholds or [DEFAULT_THRESHOLD] * num_classes
     return stored if threshold is None else [threshold] * num_classes
+
+
+def _resolve_guarantees(
+    model: str | Path,
+    built: BuiltModel,
+    num_classes: int,
+    *,
+    max_error: float | None,
+    coverage: float | None,
+    mark_unknown: bool,
+    tta: str | None,
+) -> tuple[SelectiveThreshold | None, NDArray[np.float64] | None, UnknownClassScore | None]:
+    """Return what `max_error`, `coverage` and `mark_unknown` need; None for those not given.
+
+    Args, Raises: same as for `Classifier.load`.
+    """
+    given = {
+        "--max-error": max_error is not None,
+        "--coverage": coverage is not None,
+        "--unknown": mark_unknown,
+    }
+    if not any(given.values()):
+        return None, None, None
+    option = next(name for name, is_given in given.items() if is_given)
+    if built.multilabel or tta:
+        reason = (
+            f"{model} is a multi-label model, and the promise is about one label per image"
+            if built.multilabel
+            else "the validation scores were computed without --tta"
+        )
+        raise RecipeError(f"{option}: {reason}; omit {option}", code="recipe.conflict")
+    if built.validation_scores is None:
+        raise WeightsError(
+            f"{model}: the model has no validation scores for {option}; compute them on its "
+            f"validation split: finetune eval {model} --fit-temperature",
+            code="weights.no_validation_scores",
+        )
+    scores = ValidationScores.from_config(
+        built.validation_scores, num_classes=num_classes, source=str(model)
+    )
+    selective = sets = unknown_score = None
+    if max_error is not None:
+        selective = require_threshold(scores, max_error)
+        logger.info(f"--max-error: {selective}")
+    if coverage is not None:
+        sets, note = set_thresholds(scores, coverage, num_classes=num_classes)
+        logger.info(f"--coverage: {note}")
+    if mark_unknown:
+        unknown_score = _load_unknown_score(model, built, num_images=len(scores))
+    return selective, sets, unknown_score
+
+
+def _load_unknown_score(
+    model: str | Path, built: BuiltModel, *, num_images: int
+) -> UnknownClassScore:
+    """Read the score for images of no known class. Raises: DataError if there is none."""
+    recorder = PreLogitsRecorder(built.model)
+    recorder.remove()
+    entry = (built.validation_scores or {}).get("unknown_class")
+    if not recorder.width:
+        raise RecipeError(
+            f"--unknown: {model} has not exactly one linear classifier, whose inputs the score "
+            "needs; omit --unknown",
+            code="recipe.conflict",
+        )
+    if entry is None:
+        raise DataError(
+            f"--unknown: {model} has no score for images of no known class, which needs "
+            f"{MIN_IMAGES} validation images, and it has scores of "
+            f"{pluralize(num_images, 'image')}; use more validation images (data.val_fraction)",
+            code="data.too_few_images",
+        )
+    return UnknownClassScore.from_config(entry, width=recorder.width, source=str(model))
 
 
 class _WorkerStopped(Exception):

@@ -22,7 +22,15 @@ PAGES = [
         REPOSITORY / "docs" / f"{name}.md"
         for name in (
             *("README", "photos", "doctor", "data-sources", "recipes", "methods", "distributed"),
-            *("predict", "compare", "export", "hub", "reproducibility", "performance"),
+            *(
+                "predict",
+                "uncertainty",
+                "compare",
+                "export",
+                "hub",
+                "reproducibility",
+                "performance",
+            ),
         )
     ),
 ]
@@ -43,6 +51,7 @@ ELSEWHERE = {
         ("finetune eval int8/", "finetune predict int8/", "finetune compare exported/"),
         "need an exported file: tests/commands/test_exported_models.py",
     ),
+    "finetune predict runs/quickstart": "needs a trained model: tests/commands/test_predict.py",
     "finetune compare runs/photos": "needs a second run: tests/commands/test_compare.py",
     "finetune compare runs/nano_32 runs/nano_48 --fail-if": "may fail, as it should: the same file",
     "finetune average": "needs several finished runs: tests/commands/test_average.py",

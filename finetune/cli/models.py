@@ -63,6 +63,24 @@ tta_option = click.option(
     help="Multi-label: one threshold for all classes, 0 to 1, instead of the stored ones.",
 )
 @click.option(
+    "--max-error",
+    metavar="E",
+    type=float,
+    help="Abstain where needed, so that at most this share of the answers is wrong: 0.02.",
+)
+@click.option(
+    "--coverage",
+    metavar="C",
+    type=float,
+    help="Predict sets that contain the true class for this share of images: 0.9.",
+)
+@click.option(
+    "--unknown",
+    "mark_unknown",
+    is_flag=True,
+    help="Mark images of no known class, and at most 5 % of the others.",
+)
+@click.option(
     "--batch-size",
     metavar="N",
     type=click.IntRange(min=1),

@@ -116,6 +116,7 @@ def average_runs(
     evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
     evaluator.evaluate(network, batch_size=batch_size, progress=True)
     val = {**evaluator.results(), **split_decisions(setup.source, "val")}
+    validation_scores = val.pop("validation_scores", None)
     fitted_key = "thresholds" if setup.is_multilabel else "temperature"
     results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
@@ -136,7 +137,10 @@ def average_runs(
             for index, (name, member) in enumerate(zip(names, members, strict=True))
         ],
     }
-    run_on_main(accelerator, lambda: _write_model_folder(folder, first, setup, state, results))
+    run_on_main(
+        accelerator,
+        lambda: _write_model_folder(folder, first, setup, state, results, validation_scores),
+    )
     return {"folder": out, **results["average"], **results}
 
 
@@ -377,7 +381,12 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
 
 
 def _write_model_folder(
-    folder: Path, first: _LoadedRun, setup: TrainingSetup, state: StateDict, results: dict[str, Any]
+    folder: Path,
+    first: _LoadedRun,
+    setup: TrainingSetup,
+    state: StateDict,
+    results: dict[str, Any],
+    validation_scores: dict[str, Any] | None,
 ) -> None:
     """Write the model folder atomically."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".average.") as temporary:
@@ -392,6 +401,7 @@ def _write_model_folder(
             temperature=results.get("temperature"),
             multilabel=setup.is_multilabel,
             thresholds=results.get("thresholds"),
+            validation_scores=validation_scores,
         )
         # safetensors writes its file with mode 0600
         shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")

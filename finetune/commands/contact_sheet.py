@@ -170,4 +170,6 @@ class ContactSheet:
         lines = [f"{format_probability(top['confidence'])} {top['label']}" for top in shown]
         if len(lines) > _MAX_LABELS:
             lines[_MAX_LABELS:] = [f"and {len(lines) - _MAX_LABELS} more"]
-        return Tile(self._thumbnails.get(index), [*(lines or ["no label"]), name])
+        marks = [mark for mark in ("unknown", "abstained") if row.get(mark)]
+        lines = [*marks, *(lines or ["no label"]), name]
+        return Tile(self._thumbnails.get(index), lines, _MUTED if marks else _INK)

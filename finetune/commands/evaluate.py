@@ -192,8 +192,9 @@ def evaluate_model(
             f"{model}: its temperature was fitted on a split '{split}'; on the same images, loss "
             "and calibration error with this temperature are too low"
         )
+    validation_scores = result.pop("validation_scores", None)
     if config is not None and accelerator.is_main_process:
-        _write_temperature(config, result["temperature"], split)
+        _write_calibration(config, result["temperature"], validation_scores, split)
     if corruptions:
         store = (
             loader.store
@@ -668,10 +669,13 @@ def _find_model_config(model: str) -> Path:
     return folder / "config.json"
 
 
-def _write_temperature(path: Path, temperature: float, split: str) -> None:
-    """Write the temperature, and the split it was fitted on, into config.json, atomically."""
+def _write_calibration(
+    path: Path, temperature: float, validation_scores: Mapping[str, Any] | None, split: str
+) -> None:
+    """Write the temperature, its split, and the scores of the images into config.json."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = {"temperature": temperature, "split": split}
+    config["validation_scores"] = validation_scores
     if "checksums" in config:
         config = add_checksums(config, path.parent)
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -16,8 +16,10 @@ from finetune.commands.prediction_output import (
     open_prediction_writer,
 )
 from finetune.data.image_paths import list_cli_images
+from finetune.evaluation.unknown_classes import FALSE_UNKNOWN_RATE
 from finetune.files import check_not_overwriting_inputs, check_output_file
 from finetune.inference import Classifier, PredictionRow
+from finetune.log import logger
 from finetune.models.fast_layers import limit_last_block_to_class_token
 
 __all__ = ["predict"]
@@ -34,6 +36,9 @@ def predict(
     calibrated: bool = False,
     threshold: float | None = None,
     tta: Literal["flip"] | None = None,
+    max_error: float | None = None,
+    coverage: float | None = None,
+    mark_unknown: bool = False,
     batch_size: int | None = None,
     device: str | None = None,
 ) -> PredictionTable:
@@ -51,7 +56,7 @@ def predict(
         sheet: a .png file for a contact sheet of the first images, written atomically.
         features: a .parquet file for the path and the pre-logits of each image, written
             atomically; the model then needs no classifier.
-        calibrated, threshold, tta: see `Classifier.load`.
+        calibrated, threshold, tta, max_error, coverage, mark_unknown: see `Classifier.load`.
         batch_size: see `Classifier.predict`.
         device: the device to run on; None uses a GPU if available.
     Returns: one row per file, as from `Classifier.predict`. For an unreadable file the row has an
@@ -84,10 +89,27 @@ def predict(
         threshold=threshold,
         tta=tta,
         with_features=features_path is not None,
+        max_error=max_error,
+        coverage=coverage,
+        mark_unknown=mark_unknown,
     )
+    if mark_unknown:
+        logger.info(
+            "--unknown: marks images of no known class, and about "
+            f"{100 * FALSE_UNKNOWN_RATE:g} % of the images of known classes"
+        )
     limit_last_block_to_class_token(classifier.network)
-    is_multilabel = classifier.thresholds is not None
-    rows = PredictionTable(classifier.class_names, is_multilabel=is_multilabel)
+    extra_keys = [
+        key
+        for key, is_used in (
+            ("labels", classifier.thresholds is not None),
+            ("abstained", max_error is not None),
+            ("prediction_set", coverage is not None),
+            ("unknown", mark_unknown),
+        )
+        if is_used
+    ]
+    rows = PredictionTable(classifier.class_names, extra_keys=extra_keys)
     contact_sheet = ContactSheet() if sheet_path else None
     on_decoded = None if contact_sheet is None else contact_sheet.add_image
     predictions = classifier.iter_predictions(
@@ -104,7 +126,7 @@ def predict(
             consumers.append(
                 stack.enter_context(
                     open_prediction_writer(
-                        out_path, num_predictions=num_predictions, is_multilabel=is_multilabel
+                        out_path, num_predictions=num_predictions, extra_keys=extra_keys
                     )
                 )
             )

@@ -27,6 +27,12 @@ __all__ = [
 ]
 
 PREDICTION_SUFFIXES = (".csv", ".jsonl")
+# Optional keys of a row, with their CSV columns: lists of predictions, and flags.
+_LIST_KEYS = {
+    "labels": ("labels", "confidences"),
+    "prediction_set": ("prediction_set", "set_confidences"),
+}
+EXTRA_KEYS = {**_LIST_KEYS, "abstained": ("abstained",), "unknown": ("unknown",)}
 _ROWS_PER_GROUP = 4096  # of a parquet file
 _MAX_LISTED_FILES = 20  # unreadable files in the error message; CSV and JSONL list all
 
@@ -38,12 +44,13 @@ class PredictionTable(Sequence[PredictionRow]):
 
     Args:
         class_names: class names in the order of the logits.
-        is_multilabel: True if the rows also have the key "labels".
+        extra_keys: the keys of `EXTRA_KEYS` that the rows also have.
     """
 
-    def __init__(self, class_names: Sequence[str], *, is_multilabel: bool = False) -> None:
+    def __init__(self, class_names: Sequence[str], *, extra_keys: Sequence[str] = ()) -> None:
         self._class_names = list(class_names)
-        self._keys = ("predictions", "labels") if is_multilabel else ("predictions",)
+        self._keys = ("predictions", *(key for key in extra_keys if key in _LIST_KEYS))
+        self._flags = {key: array.array("b") for key in extra_keys if key not in _LIST_KEYS}
         self._paths: list[str] = []
         self._errors: dict[int, str] = {}
         # concatenated over all rows and keys; _starts holds the offset of each list of predictions
@@ -60,6 +67,8 @@ class PredictionTable(Sequence[PredictionRow]):
                 self._indices.append(prediction["index"])
                 self._confidences.append(prediction["confidence"])
             self._starts.append(len(self._indices))
+        for key, flags in self._flags.items():
+            flags.append(row.get(key, False))
         self._paths.append(row["path"])
 
     def __len__(self) -> int:
@@ -77,7 +86,9 @@ class PredictionTable(Sequence[PredictionRow]):
         if selected in self._errors:
             return {"path": path, "error": self._errors[selected]}
         lists = enumerate(self._keys, selected * len(self._keys))
-        return {"path": path, **{key: self._read_predictions(number) for number, key in lists}}
+        flags = {key: bool(flags[selected]) for key, flags in self._flags.items()}
+        rest = {key: self._read_predictions(number) for number, key in lists}
+        return {"path": path, **rest, **flags}
 
     def _read_predictions(self, number: int) -> list[PredictionRow]:
         span = slice(self._starts[number], self._starts[number + 1])
@@ -93,14 +104,14 @@ class PredictionTable(Sequence[PredictionRow]):
 
 @contextlib.contextmanager
 def open_prediction_writer(
-    path: Path, *, num_predictions: int, is_multilabel: bool = False
+    path: Path, *, num_predictions: int, extra_keys: Sequence[str] = ()
 ) -> Iterator[Callable[[PredictionRow], None]]:
     """Write rows to a .csv or .jsonl file one by one; the file appears when the block ends.
 
     Args:
         path: the file, replaced atomically.
         num_predictions: number of predictions per row.
-        is_multilabel: True if the rows also have the key "labels".
+        extra_keys: the keys of `EXTRA_KEYS` that the rows also have.
     Yields: a function that writes one row.
     Raises: SetupError if the file cannot be written.
     """
@@ -113,14 +124,14 @@ def open_prediction_writer(
         def write(row: PredictionRow) -> None:
             with explain_disk_errors(path):
                 if csv_writer is not None:
-                    csv_writer.writerow(_csv_cells(row, num_predictions, is_multilabel))
+                    csv_writer.writerow(_csv_cells(row, num_predictions, extra_keys))
                 else:
                     # ASCII only, so that \udc.. escapes preserve file names that are not UTF-8
                     file.write(json.dumps(row, allow_nan=False) + "\n")
 
         try:
             if csv_writer is not None:
-                csv_writer.writerow(_csv_header(num_predictions, is_multilabel))
+                csv_writer.writerow(_csv_header(num_predictions, extra_keys))
             yield write
         finally:
             with explain_disk_errors(path):
@@ -164,23 +175,27 @@ def open_features_writer(path: Path) -> Iterator[Callable[[PredictionRow], None]
             writer.close()
 
 
-def _csv_header(num_predictions: int, is_multilabel: bool) -> list[str]:
-    columns = ["path", *(["labels", "confidences"] if is_multilabel else [])]
+def _csv_header(num_predictions: int, extra_keys: Sequence[str]) -> list[str]:
+    columns = ["path", *(column for key in extra_keys for column in EXTRA_KEYS[key])]
     for rank in range(1, num_predictions + 1):
         columns += [f"label_{rank}", f"confidence_{rank}"]
     return [*columns, "error"]
 
 
-def _csv_cells(row: PredictionRow, num_predictions: int, is_multilabel: bool) -> list[str]:
+def _csv_cells(row: PredictionRow, num_predictions: int, extra_keys: Sequence[str]) -> list[str]:
     """Return the cells of a row, in the order of `_csv_header`."""
     cells: list[str] = []
-    # labels in the format that `data.csv_file` reads
-    if is_multilabel and (labels := row.get("labels")) is not None:
-        cells = [escape_csv_formula("|".join(prediction["label"] for prediction in labels) or "[]")]
-        cells.append("|".join(f"{prediction['confidence']:.6f}" for prediction in labels))
+    for key in extra_keys if "predictions" in row else ():
+        if key in _LIST_KEYS:  # in the format that `data.csv_file` reads
+            labels = row[key]
+            names = "|".join(prediction["label"] for prediction in labels)
+            cells.append(escape_csv_formula(names or "[]"))
+            cells.append("|".join(f"{prediction['confidence']:.6f}" for prediction in labels))
+        else:
+            cells.append(str(row[key]).lower())
     for prediction in row.get("predictions", ()):
         cells += [escape_csv_formula(prediction["label"]), f"{prediction['confidence']:.6f}"]
-    cells += [""] * (2 * (num_predictions + is_multilabel) - len(cells))
+    cells += [""] * (len(_csv_header(num_predictions, extra_keys)) - 2 - len(cells))
     return [escape_csv_formula(row["path"]), *cells, escape_csv_formula(row.get("error", ""))]
 
 
@@ -235,6 +250,13 @@ def _format_table_row(row: PredictionRow, width: int) -> str:
         ]
         texts = [_format_prediction(prediction) for prediction in row["labels"]] or ["no label"]
         texts += [f"({'  '.join(others)})"] if others else []
+    if "prediction_set" in row:
+        names = ", ".join(escape_to_one_line(one["label"]) for one in row["prediction_set"])
+        texts.insert(0, f"{{{names}}}")
+    if row.get("abstained"):
+        texts = [f"abstained ({'  '.join(texts)})"]
+    if row.get("unknown"):
+        texts = [f"unknown class ({'  '.join(texts)})"]
     return f"{escape_to_one_line(row['path']):{width}}  " + "  ".join(texts)
 
 

@@ -32,6 +32,7 @@ _HEATMAP_COLORS = np.array([(24, 12, 60), (122, 28, 109), (237, 105, 37), (252, 
 _HEATMAP_OPACITY = (0.5, 0.78)  # for the lowest and the highest attention
 _HEATMAP_PIXELS = 384
 _NO_LABEL_TEXT = "No label reaches its threshold"
+_UNKNOWN_TEXT = "Probably none of the known classes"
 _PIXELATED_BELOW_PIXELS = 160  # smaller model inputs are enlarged without smoothing
 
 EMPTY_RESULT = (
@@ -94,6 +95,8 @@ def render_result(prediction: DemoPrediction) -> str:
         )
         list_class = "ft-top ft-several"
         labels_html = f'<p class="ft-labels">{html.escape(labels or _NO_LABEL_TEXT)}</p>'
+    if prediction.is_unknown:
+        labels_html = f'<p class="ft-labels">{_UNKNOWN_TEXT}</p>'
     height, width = prediction.input_HWC.shape[:2]
     pixelated_class = " ft-coarse" if max(height, width) < _PIXELATED_BELOW_PIXELS else ""
     input_img = _img_tag(

@@ -31,12 +31,14 @@ class DemoPrediction:
         attention_HW: attention rollout, one value per patch; None if the model has no global
             attention.
         thresholds: thresholds of the classes in `top`; None for a single-label model.
+        is_unknown: True if the image is probably of no known class.
     """
 
     top: list[tuple[str, float]]
     input_HWC: np.ndarray
     attention_HW: np.ndarray | None
     thresholds: list[float] | None = None
+    is_unknown: bool = False
 
 
 def decode_upload(path: str | Path, decode_size: int | None = None) -> np.ndarray:
@@ -87,20 +89,22 @@ class DemoPredictor:
         input_CHW = self._display_pipeline(pixels_BCHW, device=device)[0]
         input_HWC = (input_CHW * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
         attention_BHW = attention_rollout(self.classifier.network, images_BCHW)
-        top, thresholds = self._top_classes(images_BCHW)
+        logits_BK = self.classifier.network(images_BCHW)
+        top, thresholds = self._top_classes(logits_BK)
         return DemoPrediction(
             top=top,
             thresholds=thresholds,
+            is_unknown=any(self.classifier.is_unknown(logits_BK)),
             input_HWC=input_HWC.cpu().numpy(),
             attention_HW=None if attention_BHW is None else attention_BHW[0].cpu().numpy(),
         )
 
     def _top_classes(
-        self, images_BCHW: torch.Tensor
+        self, logits_BK: torch.Tensor
     ) -> tuple[list[tuple[str, float]], list[float] | None]:
         """Return `top` (the best five classes, and every predicted label) and `thresholds`."""
         classifier = self.classifier
-        confidences_K = classifier.confidences(classifier.network(images_BCHW))[0]
+        confidences_K = classifier.confidences(logits_BK)[0]
         # same order as Classifier.predict: ties by class index
         sorted_K = confidences_K.sort(descending=True, stable=True)
         pairs = list(zip(sorted_K.values.tolist(), sorted_K.indices.tolist(), strict=True))

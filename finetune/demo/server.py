@@ -55,7 +55,7 @@ def serve(
     """
     import_gradio()
     port = resolve_port(host, port)
-    classifier = Classifier.load(model, device=device)
+    classifier = Classifier.load(model, device=device, mark_unknown=None)
     with temporary_workspace() as workspace:
         content = PageContent(
             title=model_title(model),

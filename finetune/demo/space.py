@@ -152,7 +152,7 @@ def _load_exported_classifier(
     model: str, transform_spec: str, decode_size: int | None
 ) -> Classifier:
     """Load the classifier with the exported transforms, which are not in the model's own files."""
-    classifier = Classifier.load(model)
+    classifier = Classifier.load(model, mark_unknown=None)
     if (classifier.pipeline.transform_spec, classifier.pipeline.decode_size) != (
         transform_spec,
         decode_size,

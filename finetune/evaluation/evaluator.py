@@ -23,8 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.evaluation.calibration import TemperatureFitter
-from finetune.evaluation.metrics import ClassificationMetrics, Metric, TopLosses
+from finetune.evaluation.metrics import ClassificationMetrics, ImageResults, Metric, TopLosses
 from finetune.evaluation.multilabel import MultilabelMetrics
+from finetune.evaluation.unknown_classes import UnknownClassScoreFitter
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.progress import item_bar
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def evaluate(
     *,
     batch_size: int,
     extra_metrics: Sequence[Metric] = (),
+    device_metrics: Sequence[Metric] = (),
     multilabel_metrics: MultilabelMetrics | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def evaluate(
         model: the network, not wrapped by DDP.
         batch_size: images per batch on this rank.
         extra_metrics: further metrics, which get their tensors in host memory.
+        device_metrics: further metrics, which are updated right after the forward pass.
         multilabel_metrics: metrics to update for a multi-label split; None creates them and fits
             the best thresholds on this split.
         progress: True to show a progress bar.
@@ -61,7 +65,7 @@ def evaluate(
     Raises: DivergedError if a logit is not finite.
     """
     started = time.perf_counter()
-    device_metrics: list[Metric] = []
+    updated_metrics = list(device_metrics)
     host_metrics = list(extra_metrics)
     metrics: Metric
     if loader.labels.ndim == 2:
@@ -69,7 +73,7 @@ def evaluate(
         host_metrics.append(metrics)
     else:
         metrics = ClassificationMetrics(loader.num_classes, device=accelerator.device)
-        device_metrics.append(metrics)
+        updated_metrics.append(metrics)
     model.eval()
     batches = loader.eval_batches(
         rank=accelerator.process_index, world_size=accelerator.num_processes, batch_size=batch_size
@@ -80,7 +84,7 @@ def evaluate(
         shown=progress and accelerator.is_main_process,
     )
     with _force_eager(), torch.no_grad(), accelerator.autocast(), bar:
-        evaluated = _forward_batches(model, batches, device_metrics)
+        evaluated = _forward_batches(model, batches, updated_metrics)
         for batch in _copy_to_host(evaluated) if host_metrics else evaluated:
             for metric in host_metrics:
                 metric.update(*batch)
@@ -144,8 +148,8 @@ class Evaluator:
             these metrics.
         thresholds: one threshold per class (multi-label only); None fits the best ones on this
             split.
-        fit_calibration: True to add the fitted temperature (single-label) or the thresholds
-            (multi-label) to the results.
+        fit_calibration: True to add the fitted temperature and the scores of all images
+            (single-label) or the thresholds (multi-label) to the results.
         num_mistakes: number of wrong predictions to list.
     """
 
@@ -171,6 +175,8 @@ class Evaluator:
             loader.num_classes, temperature=temperature or 1.0
         )
         self._temperature_fitter = TemperatureFitter(len(loader.labels), loader.num_classes)
+        self._image_results = ImageResults()
+        self._unknown_score_fitter: UnknownClassScoreFitter | None = None
         self._top_losses = TopLosses(num_mistakes)
         self.metrics: dict[str, Any] = {}
 
@@ -181,27 +187,35 @@ class Evaluator:
         optional: tuple[tuple[Metric, bool], ...] = (
             (self._calibrated_metrics, self._temperature is not None),
             (self._temperature_fitter, self._fit_calibration and self._multilabel_metrics is None),
+            (self._image_results, self._fit_calibration and self._multilabel_metrics is None),
             (self._top_losses, self._num_mistakes > 0 and self._multilabel_metrics is None),
         )
-        self.metrics = evaluate(
-            model,
-            self._loader,
-            self._accelerator,
-            batch_size=batch_size,
-            extra_metrics=[metric for metric, is_needed in optional if is_needed],
-            multilabel_metrics=self._multilabel_metrics,
-            progress=progress,
-        )
+        with contextlib.ExitStack() as stack:
+            if self._fit_calibration and self._multilabel_metrics is None:
+                self._unknown_score_fitter = stack.enter_context(
+                    UnknownClassScoreFitter(model, len(self._loader.labels))
+                )
+            self.metrics = evaluate(
+                model,
+                self._loader,
+                self._accelerator,
+                batch_size=batch_size,
+                extra_metrics=[metric for metric, is_needed in optional if is_needed],
+                device_metrics=[fitter] if (fitter := self._unknown_score_fitter) else [],
+                multilabel_metrics=self._multilabel_metrics,
+                progress=progress,
+            )
         return self.metrics
 
     def results(self) -> dict[str, Any]:
         """Return detailed results of the last evaluation; all ranks must call this.
 
-        Returns: the metrics and these keys: "temperature" with `fit_calibration`; "calibrated",
-            {"temperature", "loss", "ece", "calibration"}, if `temperature` was given; and, with
-            `num_mistakes`, "mistakes", a list of {"index", "name", "label", "predicted",
-            "confidence", "loss"}, largest loss first. A multi-label split has "thresholds" instead
-            of "temperature", and its mistakes have the keys of `MultilabelMetrics.top_losses`.
+        Returns: the metrics and these keys: "temperature" and "validation_scores", see
+            `ValidationScores.to_config`, with `fit_calibration`; "calibrated", {"temperature",
+            "loss", "ece", "calibration"}, if `temperature` was given; and, with `num_mistakes`,
+            "mistakes", a list of {"index", "name", "label", "predicted", "confidence", "loss"},
+            largest loss first. A multi-label split has "thresholds" instead of the first two, and
+            its mistakes have the keys of `MultilabelMetrics.top_losses`.
         """
         accelerator, results = self._accelerator, dict(self.metrics)
         split, mistakes = self._loader.store.split, []
@@ -211,6 +225,13 @@ class Evaluator:
             mistakes = self._multilabel_metrics.top_losses(self._num_mistakes)
         elif self._fit_calibration:
             results["temperature"] = self._temperature_fitter.compute(accelerator)
+            results["validation_scores"] = ValidationScores.from_results(
+                self._image_results.compute(accelerator), split.labels, split=split.name
+            ).to_config()
+            if self._unknown_score_fitter is not None:
+                unknown_score = self._unknown_score_fitter.compute(accelerator)
+                entry = None if unknown_score is None else unknown_score.to_config()
+                results["validation_scores"]["unknown_class"] = entry
         if self._temperature is not None:
             calibrated = self._calibrated_metrics.compute(accelerator)
             calibration = {key: calibrated[key] for key in ("loss", "ece", "calibration")}

@@ -367,7 +367,7 @@ class ImageResults:
     """
 
     def __init__(self) -> None:
-        self._columns_B6: list[Tensor] = []  # of this process
+        self._columns_B6 = [torch.zeros(0, 6, dtype=torch.float64)]  # of this process
 
     def update(self, logits_BK: Tensor, labels_B: Tensor, indices: NDArray[np.int64]) -> None:
         """Add a batch; the arguments are those of `TopLosses.update`."""

@@ -150,6 +150,7 @@ def _pretrained_head(weights: Weights, num_classes: int) -> dict[str, Any]:
         "temperature": weights.temperature if is_trained else None,
         "multilabel": weights.multilabel,
         "thresholds": weights.thresholds if is_trained else None,
+        "validation_scores": weights.validation_scores if is_trained else None,
     }
 
 

@@ -49,6 +49,8 @@ class BuiltModel:
         multilabel: True if the network predicts any number of labels per image.
         thresholds: threshold of each class, which is predicted if sigmoid(logit) is at least this.
             None for a new head, or if the weights are not calibrated.
+        validation_scores: the entry of config.json, see `evaluation.validation_scores`; None if
+            there is none, or for a new head.
         posemb: method that resizes the position embeddings to another image size, one of
             RESIZE_METHODS.
         pipeline: a `Pipeline` or `ExportedPipeline` with the evaluation transforms of an exported
@@ -64,6 +66,7 @@ class BuiltModel:
     temperature: float | None = None
     multilabel: bool = False
     thresholds: list[float] | None = None
+    validation_scores: Mapping[str, Any] | None = None
     posemb: str = "timm"
     pipeline: Any = None
 
@@ -85,6 +88,7 @@ def save_model(
     temperature: float | None = None,
     multilabel: bool = False,
     thresholds: Sequence[float] | None = None,
+    validation_scores: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and model.safetensors.
 
@@ -102,6 +106,7 @@ def save_model(
         temperature: temperature fitted on the val split, above 0; None if it was not fitted.
         multilabel: True if an image can have any number of labels.
         thresholds: one threshold per class, fitted on the val split; None if they were not fitted.
+        validation_scores: scores of the validation images, see `evaluation.validation_scores`.
     """
     folder = Path(folder)
     own = base_state_dict(built.model, built.model.state_dict())
@@ -125,6 +130,8 @@ def save_model(
         config["problem_type"] = MULTILABEL_PROBLEM_TYPE
     if thresholds is not None:
         config["calibration"] = {"thresholds": list(thresholds), "split": "val"}
+    if validation_scores is not None:
+        config["validation_scores"] = dict(validation_scores)
     text = json.dumps(add_checksums(config, folder), indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

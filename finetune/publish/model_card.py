@@ -14,10 +14,14 @@ from huggingface_hub import EvalResult, ModelCardData
 from finetune.evaluation.claims import claims_table
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.metrics import mean_std
+from finetune.evaluation.selective import select_threshold
+from finetune.evaluation.unknown_classes import FALSE_UNKNOWN_RATE
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.formatting import (
     MISSING,
     TOO_FEW_IMAGES_NOTE,
     format_mean_std,
+    format_percent,
     format_percent_range,
     markdown_table,
     pluralize,
@@ -57,6 +61,7 @@ _METRIC_COLUMNS = {
     **{"map": "mAP", "macro_f1": "macro F1", "micro_f1": "micro F1"},
     **{"loss": "loss", "ece": "calibration error"},
 }
+_ERROR_RATES = (0.01, 0.02, 0.05)
 _PLOTS = {
     "curves.png": ("Curves", "Loss, accuracy and learning rate during the run"),
     "confusion.png": ("Confusion matrix", "Rows are true classes, columns are predicted classes"),
@@ -352,7 +357,12 @@ def _results_section(content: CardContent) -> list[str]:
         rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
     heads = ["split", "images", *content.metric_columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
-    return [*lines, *_uncertainty_notes(content), *_temperature_note(content.results)]
+    return [
+        *lines,
+        *_uncertainty_notes(content),
+        *_temperature_note(content.results),
+        *_abstention_note(content),
+    ]
 
 
 def _uncertainty_notes(content: CardContent) -> list[str]:
@@ -409,6 +419,35 @@ def _classes_section(content: CardContent) -> list[str]:
         *markdown_table([f"label ({split})", *keys], rows[:_MAX_LISTED_CLASSES]),
         "",
     ]
+
+
+def _abstention_note(content: CardContent) -> list[str]:
+    """How many images the model answers at three error rates, and whether it marks unknown ones."""
+    entry = content.config.get("validation_scores")
+    if content.is_multilabel or entry is None:
+        return []
+    num_classes = len(content.config.get("label_names") or [])
+    scores = ValidationScores.from_config(entry, num_classes=num_classes, source="model")
+    rows = []
+    for max_error in _ERROR_RATES:
+        found = select_threshold(scores, max_error)
+        share = MISSING if found is None else format_percent(found.num_answered / len(scores), 1)
+        rows.append([f"{100 * max_error:g} %", share])
+    text = (
+        "To keep an error rate, `finetune predict --max-error` abstains from the least certain "
+        "images. "
+        f"With 95 % confidence, from {pluralize(len(scores), 'validation image')}, the "
+        "error rate of the answers is at most the first column; the second column is the share of "
+        "answered images."
+    )
+    if any(MISSING in row for row in rows):
+        text += f" {MISSING}: too few images, or too many errors, for this promise."
+    if entry.get("unknown_class") is not None:
+        text += (
+            " `finetune predict --unknown` marks images of no known class, and about "
+            f"{100 * FALSE_UNKNOWN_RATE:g} % of the others."
+        )
+    return [text, "", *markdown_table(["wrong answers, at most", "answered"], rows), ""]
 
 
 def _temperature_note(results: Mapping[str, Any]) -> list[str]:

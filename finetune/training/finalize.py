@@ -84,6 +84,7 @@ def finalize_run(
     results: dict[str, Any] = {}
     splits = setup.source.splits
     best_step, weights = trainer.load_best_weights()
+    validation_scores: dict[str, Any] | None = None
 
     # Validate the best weights, unless training has done so.
     if val_loader is not None:
@@ -94,6 +95,7 @@ def finalize_run(
             evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
         val_results = evaluator.results()
         fitted_key = "thresholds" if setup.is_multilabel else "temperature"
+        validation_scores = val_results.pop("validation_scores", None)
         val_results |= split_decisions(setup.source, "val")
         results |= {"val": val_results, fitted_key: val_results.pop(fitted_key)}
         _use_full_split_indices(
@@ -104,7 +106,7 @@ def finalize_run(
 
     # Write model/ before the test split is evaluated: an unreadable test image must not lose it.
     if trainer.is_main_process:
-        _write_model_folder(trainer, results, weights)
+        _write_model_folder(trainer, results, weights, validation_scores)
 
     # Evaluate the test split, once.
     test, reported_loader = splits.get("test"), val_loader
@@ -219,7 +221,10 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_model_folder(
-    trainer: TrainerState, results: dict[str, Any], weights: dict[str, torch.Tensor]
+    trainer: TrainerState,
+    results: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    validation_scores: dict[str, Any] | None,
 ) -> None:
     """Write model/ with the results so far; add the weights' sha256 to `results` and run.json."""
     setup, run = trainer.setup, trainer.run
@@ -238,6 +243,7 @@ def _write_model_folder(
             temperature=results.get("temperature"),
             multilabel=setup.is_multilabel,
             thresholds=results.get("thresholds"),
+            validation_scores=validation_scores,
         )
         results["model_sha256"] = read_checksums(folder, source=str(run.path))["model.safetensors"]
         repository = trainer.recipe.run.push_to

@@ -99,6 +99,12 @@ def test_alpha_0_and_1_give_the_original_models(runs: Path, tmp_path: Path) -> N
     assert result["chosen"] == "alpha 1, head as fine-tuned"
     assert result["test"]["confusion"] == run_results["test"]["confusion"]
     assert result["temperature"] == pytest.approx(run_results["temperature"], rel=1e-4)
+    first, averaged = (
+        json.loads((folder / "config.json").read_text("utf-8"))["validation_scores"]
+        for folder in (runs / "a" / "model", tmp_path / "out")
+    )
+    assert averaged["label"] == first["label"]
+    assert averaged["num_images"] == run_results["val"]["examples"]
 
 
 def test_uniform_soup_is_the_mean_of_the_weights(runs: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from finetune.commands import evaluate
 from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
@@ -187,6 +188,11 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
     fitted = evaluate_model(str(copy), data="embedded:digits", split="test", fit_temperature=True)
     stored = json.loads((copy / "config.json").read_text())["calibration"]
     assert stored == {"temperature": fitted["temperature"], "split": "test"}
+    config = json.loads((copy / "config.json").read_text())
+    scores = ValidationScores.from_config(config["validation_scores"], num_classes=10, source="")
+    assert (scores.split, len(scores)) == ("test", fitted["examples"])
+    assert (scores.nonconformity == 0).mean() == pytest.approx(fitted["top1"])
+    assert "validation_scores" not in fitted
     text = format_evaluation(fitted)
     assert "fitted on 'test' of embedded:digits, written to config.json" in text
     assert "results.json" in text

@@ -205,7 +205,13 @@ class TestPredict:
         assert "(" not in out
         assert out.splitlines()[0].count("%") == 10
 
-    @pytest.mark.parametrize("line", ["--calibrated", "--threshold 1.5", "--threshold nan"])
+    @pytest.mark.parametrize(
+        "line",
+        [
+            *("--calibrated", "--threshold 1.5", "--threshold nan"),
+            *("--max-error 0.02", "--coverage 0.9", "--unknown"),
+        ],
+    )
     def test_invalid_options_are_refused(self, run_cli: RunCli, line: str) -> None:
         code, out, err = run_cli(f"predict run images {line} --out never.csv")
         assert (code, out) == (2, "")

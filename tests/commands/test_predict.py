@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -32,6 +33,8 @@ from finetune.data.loader import ImageLoader
 from finetune.data.open_source import open_source
 from finetune.data.pixel_store import build_pixel_store
 from finetune.errors import WeightsError
+from finetune.evaluation.unknown_classes import UnknownClassScore
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.inference import Classifier
 from finetune.model_checksums import add_checksums
 from finetune.models.features import compute_pre_logits
@@ -544,3 +547,119 @@ def test_weights_without_a_classifier_give_only_features(tmp_path: Path) -> None
     assert row["predictions"] == []
     (entry,) = pq.read_table(tmp_path / "f.parquet").to_pylist()
     assert len(entry["features"]) == 16
+
+
+def with_validation_scores(
+    model: Path, folder: Path, *, num_images: int, errors: int = 0, max_log_odds: float = 4.0
+) -> Path:
+    """Copy a model, with scores of validation images; the least certain ones are errors."""
+    log_odds = np.linspace(0, max_log_odds, num_images, dtype=np.float32)
+    nonconformity = np.where(np.arange(num_images) < errors, 2.0, 0.0).astype(np.float32)
+    scores = ValidationScores(log_odds, nonconformity, np.arange(num_images) % 3, "val")
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["validation_scores"] = scores.to_config()
+    (folder / "config.json").write_text(json.dumps(add_checksums(config, folder)), "utf-8")
+    return folder
+
+
+def test_max_error_abstains_below_the_threshold(model: Path, photos: Path, tmp_path: Path) -> None:
+    tops = [
+        row["predictions"][0]["confidence"]
+        for row in predict(str(model), [str(photos)])
+        if "error" not in row
+    ]
+    median = float(np.median(tops))
+    scored = with_validation_scores(
+        model,
+        tmp_path / "scored",
+        num_images=400,
+        errors=200,
+        max_log_odds=2 * np.log(median / (1 - median)),
+    )
+    out = tmp_path / "rows.csv"
+    rows = predict(str(scored), [str(photos)], max_error=0.05, out=out, device="cpu")
+    classifier = Classifier.load(scored, device="cpu", max_error=0.05)
+    assert classifier.selective is not None
+    assert 180 < classifier.selective.num_answered < 220
+    readable = [row for row in rows if "error" not in row]
+    for row in readable:
+        confidence = row["predictions"][0]["confidence"]
+        log_odds = np.log(confidence / (1 - confidence))
+        assert row["abstained"] == (log_odds <= classifier.selective.threshold)
+    assert {row["abstained"] for row in readable} == {True, False}
+    header, *lines = out.read_text().splitlines()
+    assert header.startswith("path,abstained,label_1,")
+    cells = {line.split(",")[0]: line.split(",")[1] for line in lines}
+    assert all(cells[row["path"]] == str(row["abstained"]).lower() for row in readable)
+    table = format_predictions(rows)
+    assert table.count("abstained (") == sum(row["abstained"] for row in readable)
+
+
+def test_coverage_adds_a_set_with_the_predicted_class(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    scored = with_validation_scores(model, tmp_path / "scored", num_images=90, errors=30)
+    out = tmp_path / "rows.jsonl"
+    rows = predict(str(scored), [str(photos)], coverage=0.9, calibrated=False, out=out)
+    lines = {row["path"]: row for row in map(json.loads, out.read_text().splitlines())}
+    sizes = set()
+    for row in rows:
+        if "error" in row:
+            continue
+        assert row["prediction_set"][0] == row["predictions"][0]
+        expected = [one for one in row["predictions"] if one["confidence"] >= np.exp(-2.0)]
+        assert row["prediction_set"] == (expected or row["predictions"][:1])
+        assert lines[row["path"]]["prediction_set"] == row["prediction_set"]
+        sizes.add(len(row["prediction_set"]))
+    assert len(sizes) > 1
+    assert "{" in format_predictions(rows)
+
+
+def test_unknown_marks_images_above_the_threshold(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    loaded = Classifier.load(model, device="cpu", with_features=True)
+    rows = [row for row in loaded.predict(photos) if "error" not in row]
+    features = torch.from_numpy(np.stack([row["features"] for row in rows]))
+    with torch.inference_mode():
+        energies = loaded.network.get_classifier()(features).logsumexp(1)  # type: ignore[operator]
+    score = UnknownClassScore(features.mean(0), torch.eye(16, 2).half(), 0.5, 0.0)
+    scores = score.compute(features, energies)
+    scored = with_validation_scores(model, tmp_path / "scored", num_images=10)
+    config = json.loads((scored / "config.json").read_text("utf-8"))
+    entry = dataclasses.replace(score, threshold=float(scores.median())).to_config()
+    config["validation_scores"]["unknown_class"] = entry
+    (scored / "config.json").write_text(json.dumps(add_checksums(config, scored)), "utf-8")
+    marked = predict(str(scored), [str(photos)], mark_unknown=True, out=tmp_path / "rows.csv")
+    flags = {row["path"]: row["unknown"] for row in marked if "error" not in row}
+    expected = {
+        row["path"]: value
+        for row, value in zip(rows, (scores > scores.median()).tolist(), strict=True)
+    }
+    assert flags == expected
+    assert set(flags.values()) == {True, False}
+    assert (tmp_path / "rows.csv").read_text().startswith("path,unknown,label_1,")
+    assert format_predictions(marked).count("unknown class (") == sum(flags.values())
+    assert "unknown" not in predict(str(scored), [str(photos)])[0]
+
+
+def test_promises_that_a_model_cannot_make_are_refused(model: Path, tmp_path: Path) -> None:
+    command = f"finetune eval {model} --fit-temperature"
+    with refused("weights.no_validation_scores", "--max-error", command):
+        Classifier.load(model, max_error=0.02)
+    with refused("weights.no_validation_scores", "--coverage", command):
+        Classifier.load(model, coverage=0.9)
+    with refused("weights.no_validation_scores", "--unknown", command):
+        Classifier.load(model, mark_unknown=True)
+    few = with_validation_scores(model, tmp_path / "few", num_images=60)
+    with refused("data.too_few_images", "149", "60 images", "0.05"):
+        Classifier.load(few, max_error=0.02)
+    with refused("data.too_few_images", "--coverage 0.99", "99", "60 images"):
+        Classifier.load(few, coverage=0.99)
+    with refused("data.too_few_images", "--unknown", "100", "60 images"):
+        Classifier.load(few, mark_unknown=True)
+    with refused("recipe.conflict", "--max-error", "--tta"):
+        Classifier.load(few, max_error=0.1, tta="flip")
+    with refused("recipe.wrong_value", "--coverage"):
+        Classifier.load(few, coverage=float("nan"))

@@ -107,9 +107,9 @@ MULTILABEL_ROWS = [
 
 
 def test_multilabel_rows_contain_labels_and_predictions(tmp_path: Path) -> None:
-    table = PredictionTable(NAMES, is_multilabel=True)
+    table = PredictionTable(NAMES, extra_keys=["labels"])
     path = tmp_path / "rows.csv"
-    with open_prediction_writer(path, num_predictions=1, is_multilabel=True) as write:
+    with open_prediction_writer(path, num_predictions=1, extra_keys=["labels"]) as write:
         for row in MULTILABEL_ROWS:
             table.append(row)
             write(row)

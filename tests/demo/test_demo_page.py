@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import re
 
@@ -40,6 +41,14 @@ def test_result_shows_classes_and_the_model_input() -> None:
     assert heatmap.shape[2] == 4
     assert "32 × 24 pixels" in text
     assert "Attention rollout" in text
+
+
+def test_an_image_of_no_known_class_is_marked() -> None:
+    prediction = make_prediction()
+    marked = dataclasses.replace(prediction, is_unknown=True)
+    note = "none of the known classes"
+    assert note in page.render_result(marked)
+    assert note not in page.render_result(prediction)
 
 
 def test_result_without_attention() -> None:

@@ -15,6 +15,7 @@ from refusals import refused
 from finetune.data.decode import decode_image
 from finetune.demo.predictor import TOP_K, DemoPredictor
 from finetune.errors import DataError
+from finetune.evaluation.unknown_classes import UnknownClassScore
 from finetune.inference import Classifier
 from finetune.models.interpretability import attention_rollout
 
@@ -49,6 +50,23 @@ def test_matches_classifier_predict(classifier: Classifier, rotated_jpeg: Path) 
         expected["confidence"] for expected in row["predictions"]
     ]
     assert sorted(name for name, _ in prediction.top) == sorted(ODD_NAMES)
+
+
+@pytest.mark.parametrize("threshold", [-1e6, 1e6])
+def test_images_of_no_known_class(
+    classifier: Classifier, rotated_jpeg: Path, threshold: float
+) -> None:
+    width = classifier.network.num_features
+    score = UnknownClassScore(torch.zeros(width), torch.eye(width, 2).half(), 1.0, threshold)
+    marking = Classifier(
+        classifier.network,
+        classifier.pipeline,
+        classifier.class_names,
+        device="cpu",
+        unknown_score=score,
+    )
+    assert DemoPredictor(marking).predict(rotated_jpeg).is_unknown is (threshold < 0)
+    assert not DemoPredictor(classifier).predict(rotated_jpeg).is_unknown
 
 
 def test_input_pixels_are_upright_and_from_the_pipeline(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hub_store import check_card
 from huggingface_hub import ModelCard
 
 from finetune.evaluation.confidence_intervals import wilson_interval
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.publish.model_card import CardContent, license_metadata, render_card
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
@@ -168,6 +170,26 @@ def test_warns_against_a_harmful_temperature() -> None:
     assert "Do not divide the logits by 0.05" in text
     assert "0.4000 instead of 0.1000" in text
     assert "Dividing the logits" not in text
+
+
+def test_card_lists_the_error_rates_that_the_model_can_keep() -> None:
+    num_images = 200  # too few for 1 %, which needs 299
+    scores = ValidationScores(
+        np.arange(num_images, dtype=np.float32),
+        np.zeros(num_images, np.float32),
+        np.zeros(num_images, np.int64),
+        "val",
+    )
+    config = card_content().config
+    text = render_card(card_content(config={**config, "validation_scores": scores.to_config()}))
+    assert "| 1 % | – |" in text
+    assert "| 2 % | 100.0 % |" in text
+    assert "200 validation images" in text
+    assert "--unknown" not in text
+    entry = {**scores.to_config(), "unknown_class": {}}
+    marking = render_card(card_content(config={**config, "validation_scores": entry}))
+    assert "`finetune predict --unknown` marks" in marking
+    assert "--max-error" not in render_card(card_content())
 
 
 def test_card_has_usage_results_and_provenance() -> None:

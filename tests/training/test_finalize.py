@@ -21,6 +21,7 @@ from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
 from finetune.evaluation import evaluator as evaluation
+from finetune.evaluation.validation_scores import ValidationScores
 from finetune.recipe.load import parse_recipe
 from finetune.report.page import write_run_report
 from finetune.run.directory import RunDir
@@ -45,6 +46,10 @@ def test_results_contain_calibration_temperature_and_mistakes(tmp_path: Path) ->
         assert split.labels[mistake["index"]] == mistake["label"] != mistake["predicted"]
         assert split.name_of(mistake["index"]) == mistake["name"]
     assert "mistakes" not in results["val"]
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text("utf-8"))
+    scores = ValidationScores.from_config(config["validation_scores"], num_classes=10, source="")
+    assert (scores.split, len(scores)) == ("val", results["val"]["examples"])
+    assert (scores.nonconformity == 0).mean() == pytest.approx(results["val"]["top1"])
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"{100 * results['test']['top1']:.2f}" in page
 

@@ -85,6 +85,7 @@ class Weights:
         multilabel: True if an image can have any number of labels; scores are sigmoid(logit).
         thresholds: threshold of each class, which is predicted if its score is at least this. None
             if they were not fitted.
+        validation_scores: the entry of config.json, unchecked; None if it has none.
         from_config: True if model_args and config were read from a config.json.
         posemb: method that resizes the position embeddings, one of RESIZE_METHODS; None if it
             follows from the architecture and the tag.
@@ -99,6 +100,7 @@ class Weights:
     temperature: float | None = None
     multilabel: bool = False
     thresholds: list[float] | None = None
+    validation_scores: Mapping[str, Any] | None = None
     from_config: bool = False
     posemb: str | None = None
 
@@ -172,6 +174,7 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
         temperature=temperature,
         multilabel=multilabel,
         thresholds=thresholds,
+        validation_scores=entries.validation_scores,
         model_args=check_model_args(model_args, label),
         config=config,
         provenance={"source": source, **provenance, "license": config.get("license")},
@@ -244,6 +247,7 @@ class HubConfig(BaseModel):
     pretrained_cfg: dict[str, Any] | None = None
     model_args: dict[str, Any] | None = None
     calibration: dict[str, Any] | None = None
+    validation_scores: dict[str, Any] | None = None
     posemb: Literal["paper", "timm", "dinov2"] | None = None
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CheckpointError, FinetuneError
+from finetune.errors import CheckpointError, FinetuneError, WeightsError
 from finetune.evaluation.confusion import parse_confusion_matrix
 from finetune.files import file_sha256
 from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
@@ -26,10 +26,12 @@ from finetune.run.integrity import SPLIT_METRICS
 from finetune.run.record import read_recipe, read_record, training_identity
 
 __all__ = [
+    "EXPORT_FILES",
     "PUBLISHED_ADAPTER_FILES",
     "PUBLISHED_FILES",
     "base_model_name",
     "publishable_recipe",
+    "read_certificate",
     "rewrite_artifacts",
     "write_artifacts",
     "write_averaged_artifacts",
@@ -38,6 +40,8 @@ __all__ = [
 MODEL_FILES = ("config.json", "model.safetensors")
 # The files of model/ that a push sends, besides those of an adapter.
 PUBLISHED_FILES = (*MODEL_FILES, "README.md", *DESCRIPTION_FILES)
+# What `finetune export RUN --out RUN/model` writes; a push sends these too.
+EXPORT_FILES = ("model.onnx", "certificate.json")
 # The files of model/adapter that a push of the adapter sends.
 PUBLISHED_ADAPTER_FILES = (*ADAPTER_FILES, "README.md")
 
@@ -113,7 +117,30 @@ def _write_data_and_collect_card(
         sha256=config.get("checksums", {}).get(MODEL_FILES[1])
         or file_sha256(folder / MODEL_FILES[1]),
         weights=weights,
+        certificate=read_certificate(folder),
     )
+
+
+def read_certificate(folder: Path) -> dict[str, Any] | None:
+    """Return the certificate of the exported model in a model folder; None if there is none.
+
+    Raises: WeightsError if it is damaged, or describes other weights or another exported model.
+    """
+    if not all((folder / name).is_file() for name in EXPORT_FILES):
+        return None
+    model, path = (folder / name for name in EXPORT_FILES)
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        described = content["source"]["sha256"], content["export"]["sha256"][model.name]
+    except (ValueError, KeyError, TypeError):
+        described = ("", "")
+    if described != (file_sha256(folder / MODEL_FILES[1]), file_sha256(model)):
+        raise WeightsError(
+            f"{path}: does not describe {model.name} and {MODEL_FILES[1]} next to it; export "
+            "again, or remove both",
+            code="weights.damaged",
+        )
+    return content
 
 
 def base_model_name(run: RunDir) -> str:
@@ -140,7 +167,7 @@ def rewrite_artifacts(
         )
 
     def write(folder: Path) -> None:
-        for name in (*MODEL_FILES, *(f"adapter/{name}" for name in ADAPTER_FILES)):
+        for name in (*MODEL_FILES, *EXPORT_FILES, *(f"adapter/{name}" for name in ADAPTER_FILES)):
             if (run.model_folder / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
                 _link_or_copy(run.model_folder / name, folder / name)

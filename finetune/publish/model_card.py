@@ -20,6 +20,7 @@ from finetune.evaluation.validation_scores import ValidationScores
 from finetune.formatting import (
     MISSING,
     TOO_FEW_IMAGES_NOTE,
+    format_bytes,
     format_mean_std,
     format_percent,
     format_percent_range,
@@ -83,6 +84,7 @@ class CardContent:
         plots: names of the plot files next to the card.
         repository: owner/name on the Hub; None if unknown.
         weights: provenance of the pretrained weights, from run.json.
+        certificate: the content of certificate.json, if the folder has an exported model.
     """
 
     recipe: Recipe
@@ -94,6 +96,7 @@ class CardContent:
     plots: Sequence[str] = ()
     repository: str | None = None
     weights: Mapping[str, Any] = field(default_factory=dict)
+    certificate: Mapping[str, Any] | None = None
 
     @property
     def dataset_name(self) -> str:
@@ -147,6 +150,7 @@ def render_card(content: CardContent) -> str:
         _summary_section(content),
         _usage_section(content),
         _results_section(content),
+        _export_section(content),
         _classes_section(content),
         _claims_section(content),
         _training_section(content),
@@ -362,6 +366,35 @@ def _results_section(content: CardContent) -> list[str]:
         *_uncertainty_notes(content),
         *_temperature_note(content.results),
         *_abstention_note(content),
+    ]
+
+
+def _export_section(content: CardContent) -> list[str]:
+    if content.certificate is None:
+        return []
+    export, versions = content.certificate["export"], content.certificate["versions"]
+    measured = {f"onnxruntime {versions['onnxruntime']}": export}
+    for name, figures in export["runtimes"].items():
+        measured[f"{'onnxruntime-web' if name == 'web' else name} {figures['version']}"] = figures
+    rows = [
+        [
+            name,
+            format_percent(figures["top1_agreement"], 1),
+            f"{figures['max_difference']:.1e}",
+            f"{figures['latency_ms']:.1f}",
+        ]
+        for name, figures in measured.items()
+    ]
+    heads = ["runtime", "same top-1", "largest difference of a probability", "ms per image"]
+    return [
+        "## Export",
+        "",
+        f"`model.onnx` ({format_bytes(export['bytes'])}) takes a uint8 RGB image of any size and "
+        f"returns probabilities. Compared with this model on {export['num_images']} images of "
+        f"{export['num_sizes']} sizes:",
+        "",
+        *markdown_table(heads, rows),
+        "",
     ]
 
 

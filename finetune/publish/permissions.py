@@ -22,7 +22,13 @@ __all__ = ["DEFAULT_BRANCH", "authenticated_api", "check_privacy", "check_rights
 DEFAULT_BRANCH = "main"
 
 
-def check_rights(repository: str, *, private: bool = False, revision: str | None = None) -> None:
+def check_rights(
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    repo_type: str = "model",
+) -> None:
     """Check that the Hub would accept a push to owner/name, without creating anything.
 
     Raises: RecipeError for an invalid name, HubError for anything that the Hub would refuse.
@@ -33,7 +39,7 @@ def check_rights(repository: str, *, private: bool = False, revision: str | None
         user = call_hub(repository, api.whoami)
         _check_token_can_write(user, repository)
         try:
-            info = call_hub(repository, api.model_info, repository)
+            info = call_hub(repository, api.repo_info, repository, repo_type=repo_type)
         except HubError as error:
             if error.code != "hub.not_found":
                 raise
@@ -43,7 +49,7 @@ def check_rights(repository: str, *, private: bool = False, revision: str | None
             return
         check_privacy(repository, want_private=private, is_private=bool(info.private))
         try:
-            call_hub(repository, api.auth_check, repository, write=True)
+            call_hub(repository, api.auth_check, repository, repo_type=repo_type, write=True)
             can_write = True
         except HubError as error:
             if error.code != "hub.forbidden":
@@ -56,7 +62,7 @@ def check_rights(repository: str, *, private: bool = False, revision: str | None
                 f"({user['name']}) write to it; ask its owner, or push to another name",
                 code="hub.forbidden",
             )
-        refs = call_hub(repository, api.list_repo_refs, repository)
+        refs = call_hub(repository, api.list_repo_refs, repository, repo_type=repo_type)
         if revision in [tag.name for tag in refs.tags]:
             raise RecipeError(
                 f"--revision: {revision} is a tag, which does not move; give a branch",

@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from finetune.errors import HubError, Interrupted, redact_urls
 from finetune.log import logger
 from finetune.model_checksums import verify_model_folder
 from finetune.process_lifecycle import handle_interrupts
-from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES, PUBLISHED_FILES, rewrite_artifacts
+from finetune.publish.artifacts import (
+    EXPORT_FILES,
+    PUBLISHED_ADAPTER_FILES,
+    PUBLISHED_FILES,
+    read_certificate,
+    rewrite_artifacts,
+)
 from finetune.publish.permissions import DEFAULT_BRANCH, check_rights
 from finetune.publish.push_checks import (
     adapter_folder,
@@ -39,7 +46,7 @@ from finetune.publish.push_checks import (
 from finetune.publish.upload import UploadJob
 from finetune.run.directory import RunDir
 
-__all__ = ["push"]
+__all__ = ["push", "push_static_files"]
 
 # The subprocess gets the sys.path of this process, because `-c` would add the working folder.
 _UPLOAD_PROGRAM = (
@@ -70,14 +77,8 @@ def push(
     Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
         missing or damaged; HubError if the Hub refuses or fails; Interrupted after a signal.
     """
-    options = {"--revision": revision, "--message": message}
-    retry_command = shlex.join(
-        [
-            *("finetune", "push", str(run), repository),
-            *(["--private"] if private else []),
-            *(["--adapter"] if adapter else []),
-            *(word for name, value in options.items() if value for word in (name, value)),
-        ]
+    retry_command = _push_command(
+        str(run), repository, {"--private": private, "--adapter": adapter}, revision, message
     )
     folder, names, is_run = _select_files(Path(run), adapter=adapter)
     text = (message or "").strip() or f"Push the model with finetune {__version__}"
@@ -106,16 +107,59 @@ def push(
         files={name: str(path.absolute()) for name, path in files.items()},
         allowed_names=names,
     )
-    sent = _upload_in_subprocess(job)
-    return {
-        "repository": repository,
-        "url": redact_urls(f"{constants.ENDPOINT}/{repository}"),
-        "commit": sent["commit"],
-        "changed": sent["changed"],
-        "revision": job.branch,
-        "files": sorted(files),
-        "deleted": sent["deleted"],
-    }
+    return _upload(job)
+
+
+def push_static_files(
+    folder: Path,
+    names: Sequence[str],
+    repository: str,
+    *,
+    model: str,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+) -> dict[str, Any]:
+    """Make a branch of a static Space contain exactly these files, in at most one commit.
+
+    Args:
+        folder: the folder of the files.
+        names: names of all files that a push of a static Space may send.
+        repository: owner/name of the Space, which `check_rights` has checked.
+        model: the model of the page, for error messages and the check for local paths.
+        private, revision, message: see `push`.
+    Returns, Raises: see `push`.
+    """
+    text = (message or "").strip() or f"Push the static page with finetune {__version__}"
+    files = files_to_push(folder, names)
+    check_no_secrets(files, text, Path(model))
+    check_card(repository, files, repo_type="space")
+    flags = {"--static-space": True, "--private": private}
+    job = UploadJob(
+        repository=repository,
+        branch=revision or DEFAULT_BRANCH,
+        private=private,
+        commit_message=text,
+        retry_command=_push_command(model, repository, flags, revision, message),
+        files={name: str(path.absolute()) for name, path in files.items()},
+        allowed_names=names,
+        repo_type="space",
+    )
+    return _upload(job)
+
+
+def _push_command(
+    run: str, repository: str, flags: Mapping[str, bool], revision: str | None, message: str | None
+) -> str:
+    """Return the command that repeats a push."""
+    options = {"--revision": revision, "--message": message}
+    return shlex.join(
+        [
+            *("finetune", "push", run, repository),
+            *(flag for flag, is_set in flags.items() if is_set),
+            *(word for name, value in options.items() if value for word in (name, value)),
+        ]
+    )
 
 
 def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
@@ -126,16 +170,32 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     is_run = is_run_dir(run)
     folder = run / "model" if is_run else run
     verify_model_folder(folder, source=str(run))
+    read_certificate(folder)  # checks that an exported model belongs to the weights
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
     return (
         folder,
-        (*PUBLISHED_FILES, *(f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES)),
+        (*PUBLISHED_FILES, *EXPORT_FILES, *(f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES)),
         is_run,
     )
 
 
 # --- upload --------------------------------------------------------------------------------------
+
+
+def _upload(job: UploadJob) -> dict[str, Any]:
+    """Upload the files. Returns: see `push`."""
+    sent = _upload_in_subprocess(job)
+    path = f"spaces/{job.repository}" if job.repo_type == "space" else job.repository
+    return {
+        "repository": job.repository,
+        "url": redact_urls(f"{constants.ENDPOINT}/{path}"),
+        "commit": sent["commit"],
+        "changed": sent["changed"],
+        "revision": job.branch,
+        "files": sorted(job.files),
+        "deleted": sent["deleted"],
+    }
 
 
 def _upload_in_subprocess(job: UploadJob) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from huggingface_hub import ModelCard, constants, get_session, get_token
+from huggingface_hub import RepoCard, constants, get_session, get_token
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
@@ -176,7 +176,7 @@ def _searchable_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def check_card(repository: str, files: Mapping[str, Path]) -> None:
+def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "model") -> None:
     """Check that the card has the sha256 of the weights, and that the Hub accepts its metadata.
 
     Raises: WeightsError for the sha256 of other weights; HubError with the Hub's reason.
@@ -188,8 +188,8 @@ def check_card(repository: str, files: Mapping[str, Path]) -> None:
         text = path.read_text(encoding="utf-8")
         if (match := _SHA256_IN_CARD.search(text)) and "model.safetensors" in files:
             _check_same_sha256(path, match[1], file_sha256(files["model.safetensors"]))
-        ModelCard(text)
-        errors, warnings = call_hub(repository, _validate_card_on_hub, text)
+        RepoCard(text)
+        errors, warnings = call_hub(repository, _validate_card_on_hub, text, repo_type)
     except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8
         errors, warnings = redact(str(error)), ""
     if errors:
@@ -210,12 +210,12 @@ def _check_same_sha256(path: Path, recorded: str, sha256: str) -> None:
         )
 
 
-def _validate_card_on_hub(text: str) -> tuple[str, str]:
+def _validate_card_on_hub(text: str, repo_type: str) -> tuple[str, str]:
     """Return the Hub's errors and warnings about a card."""
     # in older versions, ModelCard.validate ignores HF_ENDPOINT and asks huggingface.co
     response = get_session().post(
         f"{constants.ENDPOINT}/api/validate-yaml",
-        json={"content": text, "repoType": "model"},
+        json={"content": text, "repoType": repo_type},
         headers=build_hf_headers(),
     )
     if response.status_code != 400:

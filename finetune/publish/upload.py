@@ -56,6 +56,7 @@ class UploadJob:
         files: local path of each file to push, by its name on the Hub.
         allowed_names: names of all files that a push may send; the push deletes a file on the Hub
             that is in `allowed_names` but not in `files`.
+        repo_type: "model", or "space" for a static Space.
     """
 
     repository: str
@@ -65,6 +66,7 @@ class UploadJob:
     retry_command: str
     files: dict[str, str]
     allowed_names: Sequence[str]
+    repo_type: str = "model"
 
 
 class _Upload:
@@ -94,9 +96,11 @@ class _Upload:
         self.report({"phase": "creating the repository"})
         # None uses the owner's default: an organization may require private repositories
         private = self.job.private or None
-        call_hub(name, self.api.create_repo, name, private=private, exist_ok=True)
+        kind: dict[str, Any] = {"repo_type": self.job.repo_type, "exist_ok": True}
+        sdk = "static" if self.job.repo_type == "space" else None
+        call_hub(name, self.api.create_repo, name, private=private, space_sdk=sdk, **kind)
         if branch != DEFAULT_BRANCH:
-            call_hub(name, self.api.create_branch, name, branch=branch, exist_ok=True)
+            call_hub(name, self.api.create_branch, name, branch=branch, **kind)
         return call_hub(name, self._try_commit)
 
     def _try_commit(self) -> dict[str, Any]:
@@ -108,7 +112,8 @@ class _Upload:
         job, name = self.job, self.job.repository
         self.report({"phase": "comparing with the hub"})
         with hub_errors(name):
-            info = self.api.model_info(name, revision=job.branch, files_metadata=True)
+            read_info = self.api.space_info if job.repo_type == "space" else self.api.model_info
+            info = read_info(name, revision=job.branch, files_metadata=True)
             check_privacy(name, want_private=job.private, is_private=bool(info.private))
             held = {file.rfilename: file for file in info.siblings or []}
         self.head = self.head or str(info.sha)
@@ -132,6 +137,7 @@ class _Upload:
                     [*additions, *(CommitOperationDelete(file) for file in stale)],
                     commit_message=title,
                     commit_description=rest.strip(),
+                    repo_type=job.repo_type,
                     revision=job.branch,
                     parent_commit=info.sha,
                 )
@@ -157,7 +163,11 @@ class _Upload:
         try:
             with hub_errors(name):
                 self.api.preupload_lfs_files(
-                    name, additions, revision=self.job.branch, free_memory=False
+                    name,
+                    additions,
+                    repo_type=self.job.repo_type,
+                    revision=self.job.branch,
+                    free_memory=False,
                 )
         except (OSError, RuntimeError) as error:  # from hf_xet, or from the disk
             text = f"sending the files failed ({redact(str(error))})"

@@ -18,6 +18,7 @@ from refusals import refused
 from finetune.files import file_sha256
 from finetune.model_checksums import verify_model_folder
 from finetune.publish.artifacts import (
+    EXPORT_FILES,
     PUBLISHED_FILES,
     publishable_recipe,
     rewrite_artifacts,
@@ -221,3 +222,23 @@ def test_published_files_contain_no_local_paths_or_tokens(
     for path in second_run.rglob("*"):
         if path.is_file():
             assert b"canary" not in path.read_bytes(), path
+
+
+def test_exported_model_is_kept_and_described(runs: Path, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(runs / "a", tmp_path / "a"))
+    model, certificate = (run.model_folder / name for name in EXPORT_FILES)
+    model.write_bytes(b"exported")
+    figures = {"top1_agreement": 1.0, "max_difference": 0.0, "latency_ms": 1.0, "runtimes": {}}
+    figures |= {"bytes": 8, "num_images": 48, "num_sizes": 11}
+    content = {
+        "source": {"sha256": file_sha256(run.model_folder / "model.safetensors")},
+        "versions": {"onnxruntime": "1.32.0"},
+        "export": {**figures, "sha256": {"model.onnx": file_sha256(model)}},
+    }
+    certificate.write_text(json.dumps(content))
+    rewrite_artifacts(run)
+    assert model.read_bytes() == b"exported"
+    assert "48 images of 11 sizes" in (run.model_folder / "README.md").read_text()
+    model.write_bytes(b"another")
+    with refused("weights.damaged", "certificate.json", "export again"):
+        rewrite_artifacts(run)

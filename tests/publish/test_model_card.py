@@ -320,3 +320,17 @@ def test_note_is_the_first_line() -> None:
 )
 def test_license_metadata(license_id: str | None, keys: dict[str, str]) -> None:
     assert license_metadata(license_id) == keys
+
+
+def test_exported_model_is_described() -> None:
+    figures = {"top1_agreement": 1.0, "max_difference": 2e-6, "latency_ms": 4.5}
+    export = {**figures, "bytes": 1 << 20, "num_images": 48, "num_sizes": 11}
+    export["runtimes"] = {"web": {**figures, "version": "1.30.0", "latency_ms": 90.04}}
+    card = render_card(
+        card_content(certificate={"versions": {"onnxruntime": "1.32.0"}, "export": export})
+    )
+    assert "`model.onnx` (1.0 MiB)" in card
+    assert "48 images of 11 sizes" in card
+    assert re.search(r"\| onnxruntime 1\.32\.0 +\| 100\.0 % +\| 2\.0e-06 +\| 4\.5 +\|", card)
+    assert re.search(r"\| onnxruntime-web 1\.30\.0 +\| 100\.0 % +\| 2\.0e-06 +\| 90\.0 +\|", card)
+    assert "## Export" not in render_card(card_content())

@@ -178,8 +178,8 @@ def call_predict(server: DemoServer, image: Any, **headers: str) -> tuple[int, s
 
 
 @contextmanager
-def browser() -> Iterator[Any]:
-    """Start headless Chromium, controlled by Playwright."""
+def browser(*arguments: str) -> Iterator[Any]:
+    """Start headless Chromium, controlled by Playwright, with more command-line arguments."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="Playwright for Python is not installed"
     )
@@ -189,7 +189,12 @@ def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(
             executable_path=CHROMIUM,
-            args=["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)],
+            args=[
+                "--no-sandbox",
+                "--no-first-run",
+                *(f"--disable-{name}" for name in quiet),
+                *arguments,
+            ],
         )
         try:
             yield chromium

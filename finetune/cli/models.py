@@ -18,6 +18,7 @@ from finetune.cli.shared_arguments import (
     checked_by,
     data_option,
     model_argument,
+    ort_web_option,
 )
 from finetune.errors import DataError, RecipeError
 from finetune.ranks import is_main_process
@@ -186,7 +187,17 @@ def compare(first: str, second: str, out: str | None, **options: Any) -> Command
 @click.option("--port", default=7860, show_default=True, type=PORT, help="0: any free port.")
 @click.option("--share", is_flag=True, help="Also create a public link, through Gradio's servers.")
 @click.option("--export-space", metavar="DIR", help="Write a Hugging Face Space into a folder.")
-def demo(model: str, host: str, port: int, share: bool, export_space: str | None) -> CommandResult:
+@click.option("--static", metavar="DIR", help="Write a page that runs MODEL in the browser.")
+@ort_web_option
+def demo(
+    model: str,
+    host: str,
+    port: int,
+    share: bool,
+    export_space: str | None,
+    static: str | None,
+    ort_web: str | None,
+) -> CommandResult:
     """Try a model in the browser.
 
     Drop an image to see its classes and the attention map.
@@ -197,6 +208,15 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
             "the model folder that it was exported from",
             code="recipe.conflict",
         )
+    if static and export_space:
+        raise RecipeError(
+            "--static: not allowed with --export-space; remove one of them", code="recipe.conflict"
+        )
+    if static:
+        from finetune.demo.static_page import write_static_page
+
+        written = write_static_page(model, static, ort_web=ort_web)
+        return CommandResult(written, f"{written['folder']}: {len(written['files'])} files")
     if export_space:
         from finetune.demo.space import export_space as write_space
 
@@ -205,6 +225,14 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     from finetune.demo.server import serve
 
     serve(model, host=host, port=port, share=share)
+
+
+def _parse_runtimes(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    for name in names:
+        if name not in ("openvino", "web"):
+            raise click.BadParameter(f"'{name}' is not one of openvino, web", ctx, param)
+    return names
 
 
 @command("export", example="finetune export runs/quickstart --format onnx --out model.onnx")
@@ -242,6 +270,15 @@ def demo(model: str, host: str, port: int, share: bool, export_space: str | None
     type=click.FloatRange(min=0, max=100),
     help="Largest drop of the accuracy by --int8 or --fp16, on validation.",
 )
+@click.option(
+    "--certify",
+    "certify_in",
+    metavar="NAMES",
+    default="",
+    callback=_parse_runtimes,
+    help="Also compare in openvino, web (onnxruntime-web in Node), or openvino,web.",
+)
+@ort_web_option
 def export(
     model: str, no_preprocessing: bool, int8: bool, fp16: bool, **options: Any
 ) -> CommandResult:

@@ -7,7 +7,12 @@ from typing import Any
 import click
 
 from finetune.cli.command import CommandResult, command
-from finetune.cli.shared_arguments import check_run_or_model_folder, checked_by
+from finetune.cli.shared_arguments import (
+    check_run_or_model_folder,
+    checked_by,
+    ort_web_option,
+)
+from finetune.errors import RecipeError
 
 __all__ = ["push"]
 
@@ -19,16 +24,39 @@ __all__ = ["push"]
 @click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
 @click.option("--message", metavar="TEXT", help="Commit message.")
 @click.option("--adapter", is_flag=True, help="Push only the adapter, in peft's format.")
-def push(run_or_model: str, repository: str, **options: Any) -> CommandResult:
+@click.option(
+    "--static-space",
+    is_flag=True,
+    help="Push a page that runs the model in the browser; REPO is a Space.",
+)
+@ort_web_option
+def push(
+    run_or_model: str,
+    repository: str,
+    static_space: bool,
+    ort_web: str | None,
+    adapter: bool,
+    **options: Any,
+) -> CommandResult:
     """Push a trained model and its card to the Hugging Face Hub.
 
     RUN is a run directory or model folder; REPO is owner/name on the Hub.
 
     The token comes from HF_TOKEN or `hf auth login`.
     """
-    from finetune.publish.push import push
+    if static_space and adapter:
+        raise RecipeError(
+            "--static-space: not allowed with --adapter; remove one of them",
+            code="recipe.conflict",
+        )
+    if static_space:
+        from finetune.demo.static_page import push_static_space
 
-    pushed = push(run_or_model, repository, **options)
+        pushed = push_static_space(run_or_model, repository, ort_web=ort_web, **options)
+    else:
+        from finetune.publish.push import push
+
+        pushed = push(run_or_model, repository, adapter=adapter, **options)
     text = f"commit {pushed['commit']}"
     if not pushed["changed"]:
         text += " (nothing has changed: no new commit)"

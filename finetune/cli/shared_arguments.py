@@ -21,6 +21,7 @@ __all__ = [
     "checked_by",
     "data_option",
     "model_argument",
+    "ort_web_option",
     "source_argument",
 ]
 
@@ -85,4 +86,9 @@ data_option = click.option(
     metavar="SOURCE",
     callback=_resolve_source,
     help="Data source. Default: the data that MODEL was trained on.",
+)
+ort_web_option = click.option(
+    "--ort-web",
+    metavar="DIR",
+    help="Folder of the npm package onnxruntime-web. Default: node_modules here or above.",
 )

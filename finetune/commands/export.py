@@ -42,6 +42,7 @@ from finetune.commands.export_formats import (
     run_exported,
     suppress_exporter_output,
 )
+from finetune.commands.export_runtimes import certify_runtimes, check_runtimes
 from finetune.commands.reduced_precision import (
     format_reduced,
     open_reduced_precision,
@@ -93,6 +94,8 @@ def export_model(
     preprocessing: bool = True,
     precision: Literal["int8", "fp16"] | None = None,
     max_drop: float = 0.5,
+    certify_in: Sequence[str] = (),
+    ort_web: str | None = None,
 ) -> dict[str, Any]:
     """Export a model, and write it only if its outputs match the model's.
 
@@ -109,12 +112,14 @@ def export_model(
         precision: precision of the exported network; None for float32. Others need a run directory,
             whose validation images measure the accuracy, and ONNX with the preprocessing.
         max_drop: largest drop of the accuracy by `precision`, in percentage points.
+        certify_in: also compare in these runtimes, names of RUNTIMES.
+        ort_web: folder of the npm package onnxruntime-web, see `find_ort_web`.
     Returns: a dict with keys "file", "format", "opset", "bytes", "sha256" (by file name),
         "max_difference" (of a probability, or of a logit), "num_images", "images"; with
         preprocessing also "certificate" (the path of the JSON file), "top1_agreement",
-        "num_sizes", "latency_ms" (of the float model), and with `precision` "reduced" (see
-        `convert_precision`); without also "preprocessing" (the path of the JSON file),
-        "batch_sizes".
+        "num_sizes", "latency_ms" (of the float model), "runtimes" (see `certify_runtimes`), and
+        with `precision` "reduced" (see `convert_precision`); without also "preprocessing" (the path
+        of the JSON file), "batch_sizes".
     Raises: WeightsError if the architecture cannot be exported, an output differs by more than
         1e-3, or `precision` lowers the accuracy by more than `max_drop`; SetupError if a package is
         missing, or the file cannot be written or is not from an earlier export; RecipeError or
@@ -127,6 +132,9 @@ def export_model(
     record_name = _CERTIFICATE if preprocessing else f"{target.name}.json"
     _check_not_foreign(target, record_name)
     require_packages(format)
+    versions = check_runtimes(
+        certify_in, ort_web, format=format, preprocessing=preprocessing, precision=precision
+    )
     with explain_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     logger.info(
@@ -162,8 +170,12 @@ def export_model(
                 temperature=built.temperature,
                 thresholds=metadata.get("thresholds"),
             )
+            varied = vary_sizes(list(decoded))
             opset, figures = _export_classifier(
-                module, classifier, built, metadata, list(decoded), path, format, name
+                module, classifier, built, metadata, varied, path, format, name
+            )
+            figures["runtimes"] = certify_runtimes(
+                versions, path, classifier, varied, name, ort_web=ort_web
             )
         if reduced is not None:
             logger.info(f"--{precision}: measuring on {len(reduced.validation)} validation images")
@@ -178,7 +190,8 @@ def export_model(
         }
         record = {**metadata, "export": result}
         if module is not None:
-            record = {key: metadata[key] for key in ("source", "versions")} | {"export": result}
+            kept = {key: metadata[key] for key in ("source", "license", "versions")}
+            record = {**kept, "classes": class_names, "export": result}
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         (path.parent / record_name).write_text(text, encoding="utf-8")
         _move_into_place(path.parent, target, record_name)
@@ -226,7 +239,7 @@ def _export_classifier(
         signature=IMAGE_SIGNATURE,
         metadata=_graph_metadata(metadata),
     )
-    return opset, certify(load_exported(path, format), classifier, vary_sizes(images), name)
+    return opset, certify(load_exported(path, format), classifier, images, name)
 
 
 def _build_image_classifier(
@@ -258,7 +271,12 @@ def format_export(result: dict[str, Any]) -> str:
             f"{result['max_difference']:.2g} (limit {MAX_DIFFERENCE:g}), "
             f"{result['latency_ms']:.1f} ms per image"
         )
-        return "\n".join([text, *format_reduced(result.get("reduced"))])
+        others = [
+            f"in {name} {figures['version']}: same top-1, largest difference "
+            f"{figures['max_difference']:.2g}, {figures['latency_ms']:.1f} ms per image"
+            for name, figures in result["runtimes"].items()
+        ]
+        return "\n".join([text, *others, *format_reduced(result.get("reduced"))])
     sizes = ", ".join(map(str, result["batch_sizes"]))
     return (
         f"{first}, dynamic batch size\n"

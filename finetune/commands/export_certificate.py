@@ -75,13 +75,19 @@ def vary_sizes(images: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def certify(
-    exported: ExportedModel, classifier: Classifier, images: Sequence[np.ndarray], name: str
+    exported: ExportedModel,
+    classifier: Classifier,
+    images: Sequence[np.ndarray],
+    name: str,
+    *,
+    advice: str = "use --no-preprocessing",
 ) -> dict[str, Any]:
     """Compare the probabilities of an exported model with those of a classifier.
 
     Args:
         images: (H, W, 3) uint8 RGB.
         name: name of the export, for error messages.
+        advice: what to do about a difference, for error messages.
     Returns: a dict with keys "top1_agreement" (0 to 1), "max_difference" (of a probability),
         "num_images", "num_sizes", "latency_ms" (median of all images).
     Raises: WeightsError if the top-1 class of an image differs, a probability differs by more than
@@ -95,7 +101,7 @@ def certify(
         expected_K = classifier.confidences(classifier.logits(prepared))[0].cpu()
         start = time.perf_counter()
         what = f"{name}: the export fails for an image of {height}x{width}"
-        actual_1K = run_exported(exported, image_1HW3, what, advice="use --no-preprocessing")
+        actual_1K = run_exported(exported, image_1HW3, what, advice=advice)
         latencies.append(time.perf_counter() - start)
         difference = largest_difference(actual_1K, expected_K[None])
         # `not <=` instead of `>`, so that NaN fails too
@@ -108,7 +114,7 @@ def certify(
             continue
         raise WeightsError(
             f"{name}: {problem} on an image of {height}x{width} (limit {MAX_DIFFERENCE:g}), so the "
-            "export was not written; use --no-preprocessing",
+            f"export was not written; {advice}",
             code="weights.wrong_export",
         )
     return {

@@ -18,6 +18,8 @@ from finetune.formatting import TOO_FEW_IMAGES_NOTE, format_probability
 
 __all__ = [
     "EMPTY_RESULT",
+    "NO_LABEL_TEXT",
+    "render_class",
     "render_error",
     "render_footer",
     "render_header",
@@ -31,7 +33,7 @@ __all__ = [
 _HEATMAP_COLORS = np.array([(24, 12, 60), (122, 28, 109), (237, 105, 37), (252, 246, 168)], float)
 _HEATMAP_OPACITY = (0.5, 0.78)  # for the lowest and the highest attention
 _HEATMAP_PIXELS = 384
-_NO_LABEL_TEXT = "No label reaches its threshold"
+NO_LABEL_TEXT = "No label reaches its threshold"
 _UNKNOWN_TEXT = "Probably none of the known classes"
 _PIXELATED_BELOW_PIXELS = 160  # smaller model inputs are enlarged without smoothing
 
@@ -86,15 +88,15 @@ def render_result(prediction: DemoPrediction) -> str:
     """Render the classes with their confidences, the model input and the attention heatmap."""
     list_class, labels_html = "ft-top", ""
     if prediction.thresholds is None:
-        rows = "".join(map(_render_class, prediction.top))
+        rows = "".join(map(render_class, prediction.top))
     else:
-        rows = "".join(map(_render_class, prediction.top, prediction.thresholds))
+        rows = "".join(map(render_class, prediction.top, prediction.thresholds))
         top_and_threshold = zip(prediction.top, prediction.thresholds, strict=True)
         labels = ", ".join(
             name for (name, confidence), threshold in top_and_threshold if confidence >= threshold
         )
         list_class = "ft-top ft-several"
-        labels_html = f'<p class="ft-labels">{html.escape(labels or _NO_LABEL_TEXT)}</p>'
+        labels_html = f'<p class="ft-labels">{html.escape(labels or NO_LABEL_TEXT)}</p>'
     if prediction.is_unknown:
         labels_html = f'<p class="ft-labels">{_UNKNOWN_TEXT}</p>'
     height, width = prediction.input_HWC.shape[:2]
@@ -133,7 +135,7 @@ def render_result(prediction: DemoPrediction) -> str:
     )
 
 
-def _render_class(name_and_confidence: tuple[str, float], threshold: float | None = None) -> str:
+def render_class(name_and_confidence: tuple[str, float], threshold: float | None = None) -> str:
     """Render a class with its confidence bar; for multi-label, with a mark at its threshold."""
     (name, confidence), class_attribute, threshold_mark, hidden_text = (
         name_and_confidence,

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from finetune.models.build import build_model
 from finetune.publish.model_card import license_metadata
 from finetune.transforms.eval_transforms import build_pipeline
 
-__all__ = ["export_space", "run_space"]
+__all__ = ["export_space", "run_space", "space_card"]
 
 _MARKER_FILE = "demo.json"
 _MADE_BY = "finetune demo --export-space"
@@ -99,13 +100,14 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         (target / "requirements.txt").write_text(_requirements_text(), encoding="utf-8")
         (target / ".gitattributes").write_text(_GIT_ATTRIBUTES, encoding="utf-8")
         is_multilabel = classifier.thresholds is not None
-        card = _space_card(
-            str(export_info["title"]),
-            gradio_version,
-            reference,
-            license_id,
-            is_multilabel=is_multilabel,
-        )
+        sdk = {
+            "sdk": "gradio",
+            "sdk_version": gradio_version,
+            "python_version": ".".join(platform.python_version_tuple()[:2]),
+            "app_file": "app.py",
+        }
+        body = _space_description(reference, is_multilabel=is_multilabel)
+        card = space_card(str(export_info["title"]), sdk, reference, license_id, body)
         (target / "README.md").write_text(card, encoding="utf-8")
         # written last, because this file marks a complete export
         text = json.dumps(export_info, indent=2, ensure_ascii=False) + "\n"
@@ -268,45 +270,44 @@ def _requirements_text() -> str:
     return "\n".join([*lines, f"gradio=={import_gradio().__version__}"]) + "\n"
 
 
-def _space_card(
+def _space_description(reference: str | None, *, is_multilabel: bool) -> str:
+    model_location = f"`{reference}`" if reference else "the folder `model`"
+    shown_results = "its labels" if is_multilabel else "the five most likely classes"
+    return (
+        f"Upload an image: the page shows {shown_results} and the attention rollout.\n\n"
+        f"The model is {model_location}. To run it elsewhere: `pip install -r requirements.txt`, "
+        "then `python app.py`.\n\n"
+        f"The folder `finetune` is a copy of the package that wrote this Space, version "
+        f"{__version__}, under the Apache License 2.0."
+    )
+
+
+def space_card(
     title: str,
-    gradio_version: str,
+    sdk: Mapping[str, str],
     reference: str | None,
     license_name: str | None,
-    *,
-    is_multilabel: bool = False,
+    description: str,
 ) -> str:
+    """Return the README.md of a Space.
+
+    Args:
+        title: the model's name.
+        sdk: metadata on how the Hub runs the Space.
+        reference: the model; the card names it if it is on the Hub.
+        license_name: the license of the model.
+        description: Markdown.
+    """
     front_matter: dict[str, Any] = {
         "title": title,
         "colorFrom": "yellow",
         "colorTo": "red",
-        "sdk": "gradio",
-        "sdk_version": gradio_version,
-        "python_version": ".".join(platform.python_version_tuple()[:2]),
-        "app_file": "app.py",
+        **sdk,
         "pinned": False,
+        **license_metadata(license_name),
     }
-    front_matter |= license_metadata(license_name)
     if reference is not None and is_hub_name(reference):
         front_matter["models"] = [reference.split(":", 1)[1].partition("@")[0]]
-    model_location = f"`{reference}`" if reference else "the folder `model`"
-    shown_results = "its labels" if is_multilabel else "the five most likely classes"
-    lines = [
-        "---",
-        yaml.safe_dump(front_matter, sort_keys=False, allow_unicode=True).strip(),
-        "---",
-        "",
-    ]
-    lines += [
-        f"# {html.escape(' '.join(title.split()))}",
-        "",
-        f"Upload an image: the page shows {shown_results} and the attention rollout.",
-        "",
-        f"The model is {model_location}. To run it elsewhere: `pip install -r requirements.txt`, "
-        "then `python app.py`.",
-        "",
-        f"The folder `finetune` is a copy of the package that wrote this Space, version "
-        f"{__version__}, under the Apache License 2.0.",
-        "",
-    ]
-    return "\n".join(lines)
+    header = yaml.safe_dump(front_matter, sort_keys=False, allow_unicode=True).strip()
+    heading = html.escape(" ".join(title.split()))
+    return f"---\n{header}\n---\n\n# {heading}\n\n{description}\n"

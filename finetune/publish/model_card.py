@@ -386,12 +386,25 @@ def _export_section(content: CardContent) -> list[str]:
         for name, figures in measured.items()
     ]
     heads = ["runtime", "same top-1", "largest difference of a probability", "ms per image"]
+    compared = "Compared"
+    lines = []
+    if reduced := export.get("reduced"):
+        compared = "Before its conversion, compared"
+        images = pluralize(reduced["num_validation_images"], "validation image")
+        lines = [
+            f"It is in {reduced['precision']}: {format_percent(reduced['accuracy'])} accuracy on "
+            f"{images}, {format_percent(reduced['accuracy_float'])} in float32.",
+            "",
+        ]
     return [
         "## Export",
         "",
         f"`model.onnx` ({format_bytes(export['bytes'])}) takes a uint8 RGB image of any size and "
-        f"returns probabilities. Compared with this model on {export['num_images']} images of "
-        f"{export['num_sizes']} sizes:",
+        "returns probabilities.",
+        "",
+        *lines,
+        f"{compared} with this model on {export['num_images']} images of {export['num_sizes']} "
+        "sizes:",
         "",
         *markdown_table(heads, rows),
         "",

@@ -193,6 +193,7 @@ BAD_OPTIONS = {
     "export: an image size of a million": BadInput(
         "export net --image-size 1000000", "usage", "--image-size"
     ),
+    "export: an unknown runtime": BadInput("export net --certify tf", "usage", "'tf'"),
     "push: no repository": BadInput("push net", "usage", "REPO"),
     "push: a name with a space": BadInput(
         ["push", "net", "a/b c"], "recipe.wrong_value", "'a/b c'"
@@ -202,6 +203,9 @@ BAD_OPTIONS = {
     "demo: a port above 65535": BadInput("demo net --port 99999", "usage", "--port"),
     "demo: a file for the Space": BadInput(
         "demo net --export-space file", "recipe.wrong_value", "--export-space"
+    ),
+    "demo: a page and a Space": BadInput(
+        "demo net --static a --export-space b", "recipe.conflict", "--export-space"
     ),
     "demo: no such model": BadInput("demo nett/", "weights.not_found", "'nett/'"),
     "reproduce: an empty name": BadInput(["reproduce", ""], "recipe.not_found", "recipes/"),

@@ -72,10 +72,14 @@ def test_export(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
     assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
     options = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
+    options |= {"certify_in": [], "ort_web": None}
     assert export.calls == [(("runs/x",), options | {"preprocessing": True})]
     assert main(["export", "runs/x", *arguments, "--image-size", "96", "--no-preprocessing"]) == 0
     assert export.calls[1] == (("runs/x",), options | {"preprocessing": False})
-    assert capsys.readouterr().out == "x.pt2\n" * 2
+    assert main(["export", "runs/x", "--certify", "openvino,web", "--ort-web", "ort"]) == 0
+    assert export.calls[2][1]["certify_in"] == ["openvino", "web"]
+    assert export.calls[2][1]["ort_web"] == "ort"
+    assert capsys.readouterr().out == "x.pt2\n" * 3
 
 
 def test_demo(monkeypatch: Patch, capsys: Captured) -> None:
@@ -89,7 +93,11 @@ def test_demo(monkeypatch: Patch, capsys: Captured) -> None:
     assert serve.calls == [(("runs/x",), {"host": "127.0.0.1", "port": 0, "share": False})]
     assert main(["demo", "runs/x", "--export-space", "space"]) == 0
     assert export.calls == [(("runs/x", "space"), {})]
-    assert capsys.readouterr().out == "space: 1 files\n"
+    static = Double({"folder": "page", "files": ["index.html"]})
+    replace_module(monkeypatch, "finetune.demo.static_page", write_static_page=static)
+    assert main(["demo", "runs/x", "--static", "page", "--ort-web", "ort"]) == 0
+    assert static.calls == [(("runs/x", "page"), {"ort_web": "ort"})]
+    assert capsys.readouterr().out == "space: 1 files\npage: 1 files\n"
     assert main(["demo", "runs/x", "--export-space", ""]) == 2
 
 

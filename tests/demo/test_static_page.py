@@ -1,0 +1,286 @@
+"""The page of `demo --static` in Chromium: its answers, and that it needs no server."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.server
+import io
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from demo_server import ODD_NAMES, browser, save_small_model
+from hub_fixtures import WRITE_TOKEN, hub, sleep_durations
+from hub_server import HubServer
+from networks import build_network, randomize_head
+from onnx_web import require_ort_web
+from PIL import Image
+from refusals import refused
+
+from finetune.cli.main import main
+from finetune.demo import static_page
+from finetune.demo.static_page import write_static_page
+from finetune.formatting import format_probability
+from finetune.inference import Classifier
+from finetune.models.save import save_model
+
+__all__ = ["hub", "sleep_durations"]  # fixtures
+
+NANO = "embedded:vit_nano"
+FILES = {
+    *("README.md", "certificate.json", "index.html", "model.onnx"),
+    *("ort.js", "ort-wasm-simd-threaded.wasm"),
+}
+CAMERA = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+MODES = ("RGB", "L", "P", "RGBA")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("static") / "page"
+    written = write_static_page(NANO, folder, ort_web=require_ort_web())
+    assert set(written["files"]) == {path.name for path in folder.iterdir()} == FILES
+    assert os.listdir(folder.parent) == ["page"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser(*CAMERA) as running:
+        yield running
+
+
+class FileHost(http.server.SimpleHTTPRequestHandler):
+    """Serve files, and know few of their types, as simple file hosts."""
+
+    def guess_type(self, path: Any) -> str:
+        known = {".html": "text/html", ".js": "text/javascript"}
+        return known.get(Path(path).suffix, "application/octet-stream")
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def open_page(chromium: Any, folder: Path, width: int = 1280) -> Iterator[Any]:
+    """Serve the folder, open the page, and go offline when the model is loaded.
+
+    Returns: a tab; it fails the test if the page logs an error or asks another host.
+    """
+    handler = functools.partial(FileHost, directory=str(folder))
+    problems: list[str] = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"http://127.0.0.1:{server.server_port}/"
+        context = chromium.new_context(viewport={"width": width, "height": 800})
+        tab = context.new_page()
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("console", lambda message: problems.append(message.text))  # also CSP violations
+        tab.on(
+            "request",
+            lambda request: None if request.url.startswith(host) else problems.append(request.url),
+        )
+        tab.goto(f"{host}index.html")
+        tab.get_by_text("The model is loaded").wait_for(timeout=120_000)
+        context.set_offline(True)
+        server.shutdown()
+        try:
+            yield tab
+        finally:
+            context.close()
+    # onnxruntime-web says that it does without the type application/wasm
+    assert [
+        text for text in problems if "wasm streaming" not in text and "falling" not in text
+    ] == []
+
+
+def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def photo(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth random colors with noise."""
+    rng = np.random.default_rng(seed)
+    grid = Image.fromarray(rng.integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    pixels = np.asarray(grid.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    noise = rng.integers(-15, 16, (height, width, 1))
+    return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
+
+
+def classify(tab: Any, content: bytes) -> np.ndarray:
+    """Classify a file with the page's own function. Returns: the probabilities."""
+    return np.array(
+        tab.evaluate(
+            """async (text) => {
+                const bytes = Uint8Array.from(atob(text), (byte) => byte.charCodeAt(0));
+                return [...await classify(new Blob([bytes]))];
+            }""",
+            base64.b64encode(content).decode(),
+        )
+    )
+
+
+def expected_probabilities(model: str, content: bytes, folder: Path) -> np.ndarray:
+    path = folder / "image"
+    path.write_bytes(content)
+    classifier = Classifier.load(model, device="cpu")
+    [row] = classifier.predict(str(path), top_k=len(classifier.class_names))
+    values = np.empty(len(classifier.class_names))
+    for prediction in row["predictions"]:
+        values[prediction["index"]] = prediction["confidence"]
+    return values
+
+
+def test_probabilities_are_those_of_predict(chromium: Any, page: Path, tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # EXIF orientation: turn by 90 degrees
+    files = [
+        encode(photo(*size, seed).convert(MODES[seed % 4]))
+        for seed, size in enumerate([(1, 1), (17, 900), (133, 200), (40, 32)])
+    ]
+    # large, so that the page reads it in strips; and a small file
+    large = photo(21, 25).resize((2500, 2100), Image.Resampling.NEAREST)
+    files.append(encode(large))
+    files.append(encode(photo(150, 100), "JPEG", quality=95, exif=turned))
+    transparent = photo(100, 150).convert("RGBA")
+    transparent.putalpha(Image.linear_gradient("L").resize((150, 100)))
+    files.append(encode(transparent))
+    with open_page(chromium, page) as tab:
+        for number, content in enumerate(files):
+            expected = expected_probabilities(NANO, content, tmp_path)
+            actual = classify(tab, content)
+            assert actual.argmax() == expected.argmax(), number
+            # JPEG decoders differ by one level, as do the ways to blend with white
+            assert actual == pytest.approx(expected, abs=1e-5 if number < 5 else 5e-3), number
+
+
+def test_chosen_dropped_and_unreadable_files(chromium: Any, page: Path, tmp_path: Path) -> None:
+    content = encode(photo(60, 90))
+    expected = expected_probabilities(NANO, content, tmp_path)
+    order = np.argsort(-expected)[:5]
+    names = Classifier.load(NANO).class_names
+    rows = [f"{names[k]}\n{format_probability(expected[k])}" for k in order]
+    with open_page(chromium, page) as tab:
+        tab.locator("body").press("Tab")
+        with tab.expect_file_chooser() as chooser:
+            tab.keyboard.press("Enter")  # the first button chooses a file
+        chooser.value.set_files({"name": "a.png", "mimeType": "image/png", "buffer": content})
+        tab.locator(".ft-top").wait_for()
+        assert tab.locator(".ft-top li").all_inner_texts() == rows
+        tab.set_input_files(
+            "#file", {"name": "b.png", "mimeType": "image/png", "buffer": b"no image"}
+        )
+        tab.get_by_role("alert").wait_for()
+        assert "could not be classified" in tab.inner_text("#ft-output")
+        tab.evaluate(
+            """(bytes) => {
+                const data = new DataTransfer();
+                data.items.add(new File([new Uint8Array(bytes)], "a.png"));
+                document.body.dispatchEvent(
+                    new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+            }""",
+            list(content),
+        )
+        tab.locator(".ft-top").wait_for()
+        assert tab.locator(".ft-top li").all_inner_texts() == rows
+
+
+def test_page_opened_as_a_file_says_what_to_do(chromium: Any, page: Path) -> None:
+    tab = chromium.new_page()
+    tab.goto((page / "index.html").as_uri())
+    tab.get_by_text("python -m http.server").wait_for()
+    tab.close()
+
+
+def test_camera(chromium: Any, page: Path) -> None:
+    with open_page(chromium, page) as tab:
+        tab.get_by_role("button", name="Use the camera").click()
+        tab.get_by_role("button", name="Take a photo").click()
+        tab.locator(".ft-top").wait_for()
+        assert tab.get_by_role("button", name="Use the camera").is_visible()
+        assert tab.locator("#preview").is_visible()
+        assert tab.locator("#video").is_hidden()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_fits_the_screen(chromium: Any, page: Path, width: int) -> None:
+    with open_page(chromium, page, width) as tab:
+        tab.set_input_files(
+            "#file", {"name": "a.png", "mimeType": "image/png", "buffer": encode(photo(900, 40))}
+        )
+        tab.locator(".ft-top").wait_for()
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        image, result = (tab.locator(name).bounding_box() for name in ("#ft-image", ".ft-top"))
+        is_below = result["y"] >= image["y"] + image["height"]
+        assert is_below == (width == 390)
+
+
+def test_multilabel_names_and_thresholds(chromium: Any, tmp_path: Path) -> None:
+    built = build_network("vit")
+    randomize_head(built.model)
+    thresholds = [0.0, 1.0, 0.0, 1.0, 1.0]
+    options: dict[str, Any] = {"class_names": ODD_NAMES, "preprocessing": built.preprocessing}
+    options |= {"multilabel": True, "thresholds": thresholds}
+    (tmp_path / "saved").mkdir()
+    save_model(tmp_path / "saved", built, built.model.state_dict(), **options)
+    write_static_page(str(tmp_path / "saved"), tmp_path / "page", ort_web=require_ort_web())
+    with open_page(chromium, tmp_path / "page") as tab:
+        tab.set_input_files(
+            "#file", {"name": "a.png", "mimeType": "image/png", "buffer": encode(photo(64, 64))}
+        )
+        tab.locator(".ft-top").wait_for()
+        predicted = tab.locator(".ft-predicted .ft-name").all_inner_texts()
+        assert sorted(predicted) == sorted([ODD_NAMES[0], ODD_NAMES[2]])
+        assert tab.inner_text(".ft-labels") == ", ".join(predicted)
+        assert "threshold 100.0 %" in tab.locator(".ft-top").text_content()
+
+
+def test_space_on_the_hub(
+    hub: HubServer, tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_page(model: str, folder: Path, *, ort_web: str | None) -> None:
+        os.symlink(page, folder)
+
+    monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+    monkeypatch.setattr(static_page, "write_static_page", copy_page)
+    save_small_model(tmp_path / "saved")
+    command = ["push", str(tmp_path / "saved"), "--static-space", "alice/page"]
+    assert main([*command, "--private"]) == 0
+    repository = hub.store.repositories["space", "alice/page"]
+    assert repository.private
+    files = repository.find("main").files
+    assert set(files) - {".gitattributes"} == FILES
+    assert b"sdk: static\napp_file: index.html" in files["README.md"].content
+    assert files["model.onnx"].content == (page / "model.onnx").read_bytes()
+    assert main([*command, "--adapter"]) == 2
+    assert main(["push", str(tmp_path / "saved"), "--static-space", "nobody/page"]) == 7
+
+
+def test_refusals_and_failures_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ort_web = require_ort_web()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with refused("recipe.wrong_value", "--static", "full", "empty folder"):
+        write_static_page(NANO, tmp_path / "full", ort_web=ort_web)
+    with refused("recipe.wrong_value", "this is a file"):
+        write_static_page(NANO, tmp_path / "full" / "notes.txt", ort_web=ort_web)
+    with refused("setup.missing_package", "--static", "npm install"):
+        write_static_page(NANO, tmp_path / "new", ort_web=str(tmp_path))
+
+    def fail(*arguments: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(static_page, "_render_page", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_static_page(NANO, tmp_path / "new", ort_web=ort_web)
+    assert os.listdir(tmp_path) == ["full"]

@@ -150,6 +150,16 @@ class Interrupted(FinetuneError):
         self.exit_code = 128 + signal_number
 
 
+class Paused(Interrupted):
+    """Raised by a run that its caller ends at a checkpoint, to continue it later."""
+
+    code = "paused"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 0)
+        self.exit_code = 0
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Suggest the closest valid name.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import TINY_RECIPE
+from small_datasets import write_image_folder
 
 TINY = ("data.num_train=60", "data.batch_size=8", "data.train=resize", "run.test=false")
 
@@ -100,3 +102,42 @@ def test_compare_keeps_its_promises(repository: Path) -> None:
     assert all(share <= 7 for share in alarms)
     assert shares["1 point lower, found", "10,000", "8.0 %"] >= 90
     assert shares["4 points lower in one slice of 26: it is first", "10,000", "5.0 %"] >= 95
+
+
+@pytest.mark.slow
+def test_regret_of_searches(repository: Path, tmp_path: Path) -> None:
+    """On two tasks, the third configuration is best; a search in five runs finds it."""
+    lines = []
+    for task in ("one", "two"):
+        for name, accuracy in (("start", 0.6), ("worse", 0.3), ("best", 0.9)):
+            curve = [(step, accuracy * step / 40, 1.0) for step in (10, 20, 30, 40)]
+            row = {"task": task, "name": name, "kind": "full", "estimate": 40.0, "curve": curve}
+            row |= {"num_images": 1000, "step_seconds": 1.0, "start_seconds": 2.0}
+            lines.append(json.dumps(row | {"test": accuracy}))
+    table = tmp_path / "table.jsonl"
+    table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = run_script(repository, "tune_regret.py", "replay", str(table))
+    assert {row[0]: row[1:] for row in rows} == {
+        "start": ["2", "0.500", "0.500"],
+        "portfolio": ["2", "0.000", "0.000"],
+        "learned portfolio": ["2", "0.000", "0.000"],
+        "random search": ["6", "0.000", "0.000"],
+        "ASHA": ["6", "0.000", "0.000"],
+    }
+
+
+@pytest.mark.slow
+def test_recording_for_the_regret(repository: Path, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_image_folder(tmp_path / "photos", {f"{split}/a": 20, f"{split}/b": 20})
+    table = tmp_path / "table.jsonl"
+    keys = ("model.name=embedded:vit_nano", "model.freeze=backbone", "optim.epochs=2")
+    for _ in range(2):  # the second time, all runs are in the table
+        arguments = ("record", str(table), str(tmp_path / "photos"), "--overrides", *keys)
+        assert run_script(repository, "tune_regret.py", *arguments) == []
+    (line,) = table.read_text(encoding="utf-8").splitlines()
+    row = json.loads(line)
+    assert (row["task"], row["name"], row["kind"]) == ("photos", "start", "head")
+    assert len(row["curve"]) == 2
+    assert 0 <= row["test"] <= 1
+    assert row["step_seconds"] > 0

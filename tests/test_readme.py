@@ -21,16 +21,9 @@ PAGES = [
     *(
         REPOSITORY / "docs" / f"{name}.md"
         for name in (
-            *("README", "photos", "doctor", "data-sources", "recipes", "methods", "distributed"),
-            *(
-                "predict",
-                "uncertainty",
-                "compare",
-                "export",
-                "hub",
-                "reproducibility",
-                "performance",
-            ),
+            *("README", "photos", "tune", "doctor", "data-sources", "recipes", "methods"),
+            *("distributed", "predict", "uncertainty", "compare", "export", "hub"),
+            *("reproducibility", "performance"),
         )
     ),
 ]
@@ -42,6 +35,8 @@ ELSEWHERE = {
     "accelerate": "several GPUs and machines: a test below parses their arguments",
     "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
     "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_estimate.py",
+    "finetune train photos/ --minutes": "takes minutes: tests/commands/test_tune.py",
+    "finetune train runs/photos --resume": "the same file",
     "finetune demo": "serves until it is stopped: tests/demo",
     "finetune train runs/short --resume": "tests/training/test_train.py",
     "finetune bench": "takes minutes: tests/bench",

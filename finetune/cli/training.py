@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -34,6 +35,12 @@ _download_option = click.option(
 @click.option("--out", metavar="DIR", help="Run directory. Default: runs/NAME_OF_THE_RECIPE.")
 @click.option("--resume", is_flag=True, help="Continue from the newest intact checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Check everything, but do not train.")
+@click.option(
+    "--minutes",
+    type=float,
+    metavar="N",
+    help="For a SOURCE: try several recipes, and train the best one, in N minutes.",
+)
 @_download_option
 def train(
     recipe: str,
@@ -41,6 +48,7 @@ def train(
     out: str | None,
     resume: bool,
     dry_run: bool,
+    minutes: float | None,
     download: bool,
 ) -> CommandResult:
     """Fine-tune a model as RECIPE says, or on your own images.
@@ -48,18 +56,28 @@ def train(
     KEY=VALUE overrides a key of the recipe, such as optim.lr=1e-3.
 
     For a SOURCE of images (see `finetune start`), this command creates a recipe, prints it, and
-    trains it.
+    trains it. With --minutes, it tries more recipes for that time.
 
     With --resume, RECIPE may be a run directory. With --out as well, a new run starts from its
     newest checkpoint that fits, for example to train longer: optim.steps=N.
     """
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
-    from finetune.run.directory import resume_command
+    from finetune.run.directory import SEARCH_FILE, resume_command
 
     check_override_conflicts(overrides)
     run, branch_from = Path(out) if out else None, None
     folder = Path(recipe)
+    is_search = (folder / SEARCH_FILE).is_file()  # not a source, although it has no recipe yet
+    search = folder
+    if is_data_source(recipe) and not is_search:
+        search = run or Path("runs") / default_run_name(recipe)
+    is_unfinished = (search / SEARCH_FILE).is_file() and not (search / "results.json").is_file()
+    if minutes is not None or (is_unfinished and (resume or is_search)):
+        source = None if is_search else recipe
+        return _train_in_minutes(
+            source, overrides, search, minutes, resume=resume, dry_run=dry_run, download=download
+        )
     if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():
         raise RecipeError(
             f"{recipe}: this run was stopped before it wrote its recipe, so nothing was trained; "
@@ -145,6 +163,79 @@ def _train_source(
     if not dry_run:
         start.write_start_files(created, run)
     return _train_recipe(created.recipe, run, resume=False, dry_run=dry_run)
+
+
+def _train_in_minutes(
+    source: str | None,
+    overrides: tuple[str, ...],
+    run: Path,
+    minutes: float | None,
+    *,
+    resume: bool,
+    dry_run: bool,
+    download: bool,
+) -> CommandResult:
+    """Try several recipes for a source of images, and train the best one.
+
+    Args:
+        source: the images; None to continue the search in `run`.
+        minutes: time for the whole command; None for that of the search in `run`.
+    """
+    from finetune.recipe.load import parse_overrides
+    from finetune.run.directory import resume_command
+
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise RecipeError(
+            f"--minutes {minutes:g}: not a time; give the minutes that the whole command may take, "
+            "such as 20",
+            code="recipe.wrong_value",
+        )
+    if source is not None and not is_data_source(source):
+        raise RecipeError(
+            f"--minutes: {source} is a recipe or a run, whose settings are fixed; give a folder of "
+            "images, and settings that all trials share as KEY=VALUE: finetune train photos/ "
+            f"--minutes {minutes:g} KEY=VALUE",
+            code="recipe.conflict",
+        )
+    if source is None and not resume:
+        raise RecipeError(
+            f"{run}: this is the folder of a search, not a source of images; continue the search: "
+            f"{resume_command(run)}",
+            code="recipe.conflict",
+        )
+    if dry_run:
+        raise RecipeError(
+            "--minutes: a search has no plan to check; omit --dry-run, or --minutes",
+            code="recipe.conflict",
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError(
+            "--minutes: only a single process can search for a recipe; run it without the "
+            "launcher, then launch the recipe.yaml that it has found",
+            code="recipe.unsupported",
+        )
+    if parse_overrides(overrides).get("run.patience") is not None:
+        raise RecipeError(
+            "run.patience: a search ends bad runs itself; remove the key, or --minutes",
+            code="recipe.conflict",
+        )
+    if source is not None:
+        resolve_data_source(source)
+    logger.info(f"searching for the best recipe, output in {run}")
+    from finetune.commands.tune import tune
+
+    process_lifecycle.freeze_imports()
+    results = tune(
+        source,
+        run,
+        minutes=minutes,
+        overrides=overrides,
+        resume=resume,
+        download=download,
+        seconds_before=process_lifecycle.seconds_since_start(),
+    )
+    text = f"{format_results(results)}\n{format_next_steps(run)}\ntrials: {run / 'trials.html'}"
+    return CommandResult(results, text)
 
 
 def default_run_name(source: str) -> str:

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ from finetune.training.setup import build_setup
 __all__ = [
     "Choice",
     "DatasetStats",
+    "RecipeBuilder",
     "RecipeEntry",
     "StartResult",
     "inspect_data",
@@ -107,10 +108,14 @@ class StartResult:
     Attributes:
         recipe: the recipe, ready for `train`.
         yaml_text: the recipe as YAML, with reasons as comments and without secrets in URLs.
+        choice: the choice that the recipe is built from.
+        builder: builds the recipe of another choice for the same images.
     """
 
     recipe: Recipe
     yaml_text: str
+    choice: Choice
+    builder: RecipeBuilder = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class Choice:
         frozen: True to train only the classifier.
         epochs: number of epochs in which all weights are trained.
         reason: reason for training only the classifier, or all weights.
-        findings: lines about all weights that were compared.
+        scores: all weights that were compared, best first.
         seconds: estimated seconds of training on this machine or, if frozen, of computing the
             features; None if they were not measured.
     """
@@ -148,7 +153,7 @@ class Choice:
     frozen: bool
     epochs: int
     reason: str
-    findings: list[str]
+    scores: list[Score]
     seconds: float | None
 
 
@@ -165,7 +170,7 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
     Raises: RecipeError for invalid overrides, before any image is read; DataError if the images
         cannot be used for training.
     """
-    builder = _RecipeBuilder.open(source, list(overrides))
+    builder = RecipeBuilder.open(source, list(overrides))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     candidates = _list_candidates(builder, device, download=download)
     key = builder.choice_key(candidates, device)
@@ -205,7 +210,7 @@ def write_start_files(result: StartResult, out: str | Path) -> None:
 
 
 def _list_candidates(
-    builder: _RecipeBuilder, device: torch.device, *, download: bool
+    builder: RecipeBuilder, device: torch.device, *, download: bool
 ) -> list[Candidate]:
     """Return the weights to compare: those that the user names, or all on this machine."""
     if (name := builder.asked.get("model.name")) is not None:
@@ -224,7 +229,7 @@ def _list_candidates(
     return candidates
 
 
-def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
+def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     """Choose weights, image size, and whether to train all weights."""
     scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.sizes_of)
     for score in scores:
@@ -233,9 +238,8 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     affordable = [each for each in scores if each.forward_seconds * num_images <= BUDGET_SECONDS]
     best = affordable[0] if affordable else min(scores, key=lambda each: each.forward_seconds)
     logger.info(f"best weights for these images: {best.candidate}")
-    findings = [str(score) for score in scores]
     seconds = best.forward_seconds * num_images
-    frozen = Choice(best, True, epochs=0, reason="", findings=findings, seconds=seconds)
+    frozen = Choice(best, True, epochs=0, reason="", scores=scores, seconds=seconds)
     full = replace(frozen, frozen=False, epochs=builder.usual_epochs())
     is_frozen = builder.frozen_as_asked() if best.has_features else False
     if is_frozen is not None:
@@ -282,7 +286,7 @@ def _choose(builder: _RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     return replace(full if is_full else frozen, reason=reason)
 
 
-def _measure_training(builder: _RecipeBuilder, choice: Choice) -> float:
+def _measure_training(builder: RecipeBuilder, choice: Choice) -> float:
     """Measure the time per image if all weights are trained."""
     with quiet():
         recipe = builder.build(choice, _TRIAL_OVERRIDES).recipe
@@ -293,7 +297,7 @@ def _measure_training(builder: _RecipeBuilder, choice: Choice) -> float:
 
 
 @dataclass(frozen=True)
-class _RecipeBuilder:
+class RecipeBuilder:
     """Builds the recipe for a choice.
 
     Attributes:
@@ -309,7 +313,7 @@ class _RecipeBuilder:
     asked: Mapping[str, Any]
 
     @classmethod
-    def open(cls, source: str, overrides: list[str]) -> _RecipeBuilder:
+    def open(cls, source: str, overrides: list[str]) -> RecipeBuilder:
         """Check the overrides, open the data and inspect it. Raises: same as `start`."""
         asked = parse_overrides(overrides)
         opened = _open_source(source, overrides, asked.get("run.seed", 0))
@@ -373,10 +377,10 @@ class _RecipeBuilder:
         """
         score = Score(candidate, 0.0, 0, 0.0, eval_spec="resize", has_batch_norm=False)
         if any(key.startswith("model.") for key in self.asked):
-            full = Choice(score, frozen=False, epochs=1, reason="", findings=[], seconds=None)
+            full = Choice(score, frozen=False, epochs=1, reason="", scores=[], seconds=None)
             asked_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe
             build_setup(asked_recipe, device=torch.device("cpu"), show_progress=False)
-        frozen = Choice(score, frozen=True, epochs=0, reason="", findings=[], seconds=None)
+        frozen = Choice(score, frozen=True, epochs=0, reason="", scores=[], seconds=None)
         kept = [
             override
             for override in self.overrides
@@ -480,8 +484,9 @@ class _RecipeBuilder:
             for section, entries in sections.items()
             for entry in entries
         } | dict.fromkeys(asked, "as asked")
-        header = [f"created for {name}", *choice.findings]
-        return StartResult(recipe, redact_urls(_format_yaml(header, document.data, reasons)))
+        header = [f"created for {name}", *map(str, choice.scores)]
+        yaml_text = redact_urls(_format_yaml(header, document.data, reasons))
+        return StartResult(recipe, yaml_text, choice, builder=self)
 
     def _choose_optim(self, choice: Choice, batch_size: int) -> list[RecipeEntry]:
         """Choose the optimizer settings; the warmup depends on the user's epochs or steps."""

@@ -47,9 +47,10 @@ from finetune.run.integrity import (
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 
-__all__ = ["RunDir", "format_json", "resume_command"]
+__all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command"]
 
 MANIFEST = "manifest.json"
+SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 # Files with a checksum in run.json, by its key.
 _CHECKSUM_KEYS = {
@@ -67,11 +68,12 @@ _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary(
 def resume_command(path: Path) -> str:
     """Return the command line that continues the run in a folder, for messages.
 
-    For the folder of one of its stages, this is the command that continues the whole run.
+    For the folder of one of its stages, or of a trial of a search, this is the command that
+    continues the whole run.
     """
-    whole_run = path.parent.parent
-    if path.parent.name == "stages" and (whole_run / "recipe.yaml").is_file():
-        path = whole_run
+    for folder, file in (("stages", "recipe.yaml"), ("trials", SEARCH_FILE)):
+        if path.parent.name == folder and (path.parent.parent / file).is_file():
+            path = path.parent.parent
     return shlex.join(["finetune", "train", str(path), "--resume"])
 
 

@@ -44,7 +44,7 @@ _MAX_DEPTH = 50
 _MAX_DIGITS = 20  # of an integer; arithmetic with larger ones may overflow a float
 _RUN_FILES = (
     *("run.json", "results.json", "metrics.jsonl", "recipe.yaml", "report.html"),
-    *("training_images.json", "start.yaml"),
+    *("training_images.json", "start.yaml", "tune.json", "trials.html"),
 )
 _NO_SYMLINKS = (".lock", "checkpoints", "model", "run.json", "results.json", "metrics.jsonl")
 # Files that exist before run.json, while a run starts.
@@ -55,6 +55,9 @@ _FILES_BEFORE_RECORD = {
     "recipe.yaml",
     "start.yaml",
     "stages",
+    "trials",
+    "tune.json",
+    "trials.html",
 }
 _LOCK_TEXT = re.compile(rb"[0-9]+ on [^\n]*\n")
 # Temporary names of `RunDir.publish_model` and `write_atomically`, and of checkpoints

@@ -19,7 +19,7 @@ from finetune.errors import CheckpointError, DataError, RecipeError, SetupError,
 from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
-from finetune.run.directory import RunDir, resume_command
+from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
 from finetune.run.environment import collect_environment
 from finetune.run.record import read_recipe, read_record, write_record
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
@@ -181,7 +181,7 @@ def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
             f"{run.path}: already contains a finished run; start a new one with {_new_out(run)}",
             code="setup.run_exists",
         )
-    if has_stage or run.checkpoint_steps():
+    if has_stage or run.checkpoint_steps() or (run.path / SEARCH_FILE).is_file():
         raise SetupError(
             f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it: "
             f"{resume_command(run.path)}, or start a new one with {_new_out(run)}",

@@ -33,7 +33,13 @@ def stage_recipes(recipe: Recipe) -> list[Recipe]:
         model: dict[str, Any] = {"freeze": stage.freeze, "adapter": None}
         if stage.freeze == "backbone":  # no batch norm is trained, and these keys would be errors
             model |= {"sync_bn": False, "freeze_bn": False}
-        optim = {"steps": stage.steps, "epochs": stage.epochs, "lr": stage.lr or recipe.optim.lr}
+        optim: dict[str, Any] = {
+            "steps": stage.steps,
+            "epochs": stage.epochs,
+            "lr": stage.lr or recipe.optim.lr,
+        }
+        if stage.freeze == "backbone":
+            optim["layer_decay"] = None
         run = {"test": False, "push_to": None, "push_private": False}
         sections = {
             "model": recipe.model.model_copy(update=model),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
-from finetune.errors import FinetuneError, Interrupted
+from finetune.errors import FinetuneError, Interrupted, Paused
 from finetune.evaluation.evaluator import Evaluator
 from finetune.files import write_atomically
 from finetune.formatting import pluralize
@@ -70,6 +70,7 @@ def train(
     dry_run: bool = False,
     keep_process_group: bool = False,
     seconds_before: float = 0.0,
+    pause: Callable[[int, int], bool] | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a model as described by a recipe.
 
@@ -90,8 +91,11 @@ def train(
             `destroy_process_group`.
         seconds_before: seconds that the command has taken before this call, for example to choose
             the recipe; they are part of "command_seconds" in results.json.
+        pause: called after each evaluation but those of stages, with the number of steps done and
+            of all steps. If it returns True, or after the last step, the run is saved and ends with
+            `Paused`: it has no results, and its test split is not evaluated. Single process only.
     Returns: the content of results.json; with `dry_run`, the plan of the run.
-    Raises: FinetuneError; its subclass sets the exit code.
+    Raises: FinetuneError; its subclass sets the exit code. Paused by `pause`.
     """
     started = time.perf_counter() - seconds_before
     init_from = None  # run directory of the previous stage
@@ -115,6 +119,7 @@ def train(
                 dry_run=dry_run,
                 keep_process_group=True,
                 started=time.perf_counter(),
+                pause=None,
             )
             init_from = None if dry_run else folder
     return _train(
@@ -126,6 +131,7 @@ def train(
         dry_run=dry_run,
         keep_process_group=keep_process_group,
         started=started,
+        pause=pause,
     )
 
 
@@ -153,6 +159,7 @@ def _train(
     dry_run: bool,
     keep_process_group: bool,
     started: float,
+    pause: Callable[[int, int], bool] | None,
 ) -> dict[str, Any]:
     """Train one stage, or the run itself.
 
@@ -211,7 +218,7 @@ def _train(
                 train_loader, val_loader = _prepare_data(trainer, start_step)
                 started -= trainer.counters.seconds  # trained before a resume
                 with signals.deferred():  # the loop saves a checkpoint before it stops
-                    best_validation = _train_loop(trainer, train_loader, val_loader, signals)
+                    best_validation = _train_loop(trainer, train_loader, val_loader, signals, pause)
                 results = finalize_run(
                     trainer, train_loader, val_loader, best_validation, started=started
                 )
@@ -305,12 +312,13 @@ def _train_loop(
     train_loader: AnyLoader,
     val_loader: AnyLoader | None,
     signals: StopSignals,
+    pause: Callable[[int, int], bool] | None,
 ) -> BestValidation | None:
     """Run the remaining steps.
 
     Returns: the best validation, which `finalize_run` reuses; None if it cannot be reused, or took
         place before a resume.
-    Raises: Interrupted after a signal; the last step is saved by then.
+    Raises: Interrupted after a signal, Paused by `pause`; the last step is saved by then.
     """
     setup, run, counters = trainer.setup, trainer.recipe.run, trainer.counters
     reuse_eval = val_loader is not None and can_reuse_last_eval(trainer, val_loader)
@@ -360,14 +368,22 @@ def _train_loop(
 
             # save: the best weights, at the steps of the recipe, and before a stop
             stop_signal = trainer.sync_stop_signal(signals.received)
-            if is_best or stop_signal or setup.is_save_step(step):
+            must_pause = (
+                pause is not None and setup.is_eval_step(step) and pause(step, setup.num_steps)
+            )
+            if is_best or stop_signal or must_pause or setup.is_save_step(step):
                 trainer.save_checkpoint(meter)
             trainer.checkpoint_writer.raise_if_failed()
             if stop_signal:
                 trainer.wait_for_checkpoint()
                 raise Interrupted(_saved_message(trainer), stop_signal)
+            if must_pause:
+                break
             meter.resume(paused_at)
 
+    if pause is not None:
+        trainer.wait_for_checkpoint()
+        raise Paused(_saved_message(trainer))
     if counters.step < setup.num_steps:
         logger.info(
             f"stopped early at step {counters.step:,} of {setup.num_steps:,}: "

@@ -25,7 +25,7 @@ from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, resume_command
 from finetune.training.setup import TrainingSetup
-from finetune.training.stages import stage_folder
+from finetune.training.stages import stage_folder, stage_recipes
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -80,6 +80,13 @@ def test_first_stage_trains_the_head_on_features(
     assert record["plan"]["weights"] == plain_record["plan"]["weights"], (
         "the same pretrained weights"
     )
+
+
+def test_a_stage_that_trains_the_head_has_no_layer_decay() -> None:
+    """It would have no effect, and each run would warn about it."""
+    stages = "optim.stages=[{freeze: backbone, steps: 8}, {freeze: none, steps: 8}]"
+    recipes = stage_recipes(make_recipe("optim.layer_decay=0.7", stages))
+    assert [recipe.optim.layer_decay for recipe in recipes] == [None, 0.7]
 
 
 def test_second_stage_starts_from_the_first_stages_weights(

@@ -1,0 +1,63 @@
+"""The page of a search for a recipe: all trials with their curves, cost and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.files import write_atomically
+from finetune.formatting import format_duration, format_percent
+from finetune.report import plots
+from finetune.report.figure_style import to_svg
+from finetune.report.html import render_html
+
+__all__ = ["SEARCH_PAGE", "write_search_page"]
+
+SEARCH_PAGE = "trials.html"
+
+
+def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
+    """Write trials.html into the folder of a search.
+
+    Args:
+        folder: the run directory.
+        search: the content of tune.json.
+    Returns: the page.
+    """
+    trials, metric = search["trials"], search["metric"]
+    started = [trial for trial in trials if trial["curve"]]
+    histories = [
+        (trial["name"], [{"split": "val", **p, metric: p["value"]} for p in trial["curve"]])
+        for trial in started
+    ]
+    rows = []
+    for trial in trials:
+        row = {**trial, "value": None, "accuracy": "", "steps": "", "time": ""}
+        if trial["curve"]:
+            last = trial["curve"][-1]
+            row |= {"value": last["value"], "accuracy": format_percent(last["value"], 1)}
+            row |= {"steps": f"{last['step']} of {trial['num_steps']}"}
+            row |= {"time": format_duration(trial["seconds"])}
+        rows.append(row)
+    html = render_html(
+        "search.html",
+        script="sort.js",
+        title="Search for a recipe",
+        contents=[(key, key.capitalize()) for key in ("trials", "curves", "decisions")],
+        source=search["source"],
+        used=format_duration(search["used_seconds"]),
+        minutes=f"{search['minutes']:g}",
+        metric="mAP" if metric == "map" else "Accuracy",
+        num_started=len(started),
+        trials=rows,
+        curves=[to_svg(plots.plot_run_comparison(histories, key=key)) for key in (metric, "loss")],
+        chosen=search["chosen"],
+        decisions=[
+            (format_duration(each["used_seconds"]), each["trial"], each["until"], each["reason"])
+            for each in search["decisions"]
+        ],
+    )
+    path = folder / SEARCH_PAGE
+    write_atomically(path, html)
+    return path

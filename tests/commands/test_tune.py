@@ -1,0 +1,505 @@
+"""`finetune train SOURCE --minutes N`: decisions, the time, kills, and the chosen run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from recipe_texts import tiny_recipe_text
+from refusals import refused
+from small_datasets import write_image_folder
+
+from finetune.cli import main as cli
+from finetune.commands import portfolio, tune
+from finetune.commands.portfolio import Member, build_configurations
+from finetune.commands.start import Choice, RecipeBuilder, StartResult
+from finetune.commands.successive_halving import Decision, Point, Search, Trial, choose, decide
+from finetune.commands.tune import Progress, read_search, run_search
+from finetune.commands.weight_selection import Candidate, Score
+from finetune.errors import DivergedError, Interrupted
+from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.recipe.schema import Recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import read_record
+from finetune.training import finalize
+from finetune.training.train import train
+
+RECIPE = tiny_recipe_text("eval: resize", optim="lr: 1e-3, epochs: 10")
+EPOCH = 10  # steps
+
+
+class Killed(BaseException):
+    """SIGKILL, in the middle of an epoch."""
+
+
+@dataclass
+class Machine:
+    """Runs that cost simulated time; each keeps its steps in a file, as a checkpoint.
+
+    Attributes:
+        accuracies: final accuracy of each trial; 0.5 if missing.
+        epochs: epochs of each trial; 10 if missing.
+        step_seconds: seconds of a step of each trial; 1 if missing.
+        kill_at, kill: time of the kill, and what it raises.
+        fail: error of a trial.
+        trained: the steps that were trained, by trial.
+    """
+
+    accuracies: dict[str, float] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    kill_at: float = 1e9
+    kill: BaseException = field(default_factory=Killed)
+    fail: dict[str, Exception] = field(default_factory=dict)
+    num_images: int = 1000
+    start_seconds: float = 2.0
+    now: float = 0.0
+    trained: dict[str, list[int]] = field(default_factory=dict)
+
+    def clock(self) -> float:
+        return self.now
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > self.kill_at:
+            raise self.kill
+
+    def train_until(
+        self, recipe: Recipe, folder: Path, pause: Callable[[int, int], bool]
+    ) -> Progress:
+        name, checkpoint = folder.name, folder / "step.json"
+        self._wait(self.start_seconds)
+        if name in self.fail:
+            raise self.fail[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        base = name.partition("-split")[0]
+        step = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
+        num_steps = EPOCH * round(self.epochs.get(base, recipe.optim.epochs or 0))
+        while step < num_steps:
+            self._wait(EPOCH * self.step_seconds.get(base, 1.0))
+            step += EPOCH
+            self.trained.setdefault(name, []).append(step)
+            checkpoint.write_text(json.dumps(step))
+            if pause(step, num_steps):
+                break
+        final = self.accuracies.get(base, 0.5)
+        curve = [
+            Point(each, final * (0.5 + 0.5 * each / num_steps), 1.0)
+            for each in range(EPOCH, step + 1, EPOCH)
+        ]
+        return Progress(num_steps, self.num_images, curve)
+
+    def run(self, search: Search, folder: Path) -> Trial:
+        return run_search(search, folder, clock=self.clock, train_until=self.train_until)
+
+
+def make_search(
+    names: str = "start a b c d e f g",
+    *,
+    minutes: float = 10,
+    num_train: int = 5000,
+    can_resplit: bool = False,
+) -> Search:
+    """A search whose trials take 100 s by their estimate."""
+    trials = [
+        Trial(name, f"trial {name}", "full", RECIPE, estimate=100, final_seconds=5)
+        for name in names.split()
+    ]
+    return Search("photos", [], minutes, "top1", num_train, can_resplit, trials)
+
+
+def plan(search: Search) -> list[tuple[str, float]]:
+    return [(each.trial, each.until) for each in search.decisions]
+
+
+class TestDecisions:
+    def test_the_first_recipe_is_trained_to_its_end_before_any_other(self, tmp_path: Path) -> None:
+        search = make_search()
+        assert Machine().run(search, tmp_path).name == "start"
+        assert plan(search)[:2] == [("start", 1.0), ("a", 0.25)]
+
+    def test_the_better_half_continues_from_where_it_paused(self, tmp_path: Path) -> None:
+        machine, search = Machine(accuracies={"b": 0.9}), make_search(minutes=20)
+        assert machine.run(search, tmp_path).name == "b"
+        assert [until for name, until in plan(search) if name == "b"] == [0.25, 0.5, 1.0]
+        assert machine.trained["b"] == list(range(10, 101, 10))  # no step twice
+
+    def test_a_clearly_worse_trial_ends_at_its_first_pause(self, tmp_path: Path) -> None:
+        search = make_search(minutes=30)
+        Machine(accuracies={"start": 0.8, "a": 0.3}).run(search, tmp_path)
+        assert plan(search).count(("a", 0.25)) == 1
+        assert "clearly worse than start" in search["a"].ended
+        assert search["a"].step == 30
+
+    def test_a_difference_within_the_noise_does_not_replace_the_first(self, tmp_path: Path) -> None:
+        machine = Machine(accuracies={"start": 0.80, "a": 0.82}, num_images=100)
+        assert machine.run(make_search(), tmp_path / "small").name == "start"
+        machine = Machine(accuracies={"start": 0.80, "a": 0.82}, num_images=2000)
+        assert machine.run(make_search(), tmp_path / "large").name == "a"
+
+    def test_few_images_decide_only_with_other_splits(self, tmp_path: Path) -> None:
+        """0.7 and 0.9 on 40 images differ; further splits confirm it on more than 200."""
+        machine = Machine(accuracies={"start": 0.7, "a": 0.9}, num_images=40)
+        search = make_search("start a", num_train=160, minutes=30, can_resplit=True)
+        assert machine.run(search, tmp_path).name == "a"
+        splits = [name for name, _ in plan(search) if "-split" in name]
+        assert splits == [f"{name}-split{k}" for k in (2, 3, 4, 5) for name in ("a", "start")]
+        recipes = [parse_recipe(search[name].recipe) for name in splits[::2]]
+        assert [recipe.data.split_seed for recipe in recipes] == [1, 2, 3, 4]
+
+    def test_a_decision_depends_on_the_record_alone(self, tmp_path: Path) -> None:
+        Machine(accuracies={"b": 0.9}).run(make_search(), tmp_path)
+        search = read_search(tmp_path)
+        assert choose(search) == search[search.chosen]
+        first = make_search()
+        assert decide(first) == decide(make_search()) == Decision("start", 1.0, ANY_TEXT, 0.0)
+
+    def test_a_trial_that_diverges_loses_and_the_search_continues(self, tmp_path: Path) -> None:
+        error = DivergedError("the loss is not finite; lower optim.lr")
+        search = make_search(minutes=30)
+        machine = Machine(accuracies={"b": 0.9}, fail={"a": error})
+        assert machine.run(search, tmp_path).name == "b"
+        assert search["a"].ended == f"failed: {error}"
+
+    def test_the_error_of_the_first_trial_is_raised_if_all_fail(self, tmp_path: Path) -> None:
+        error = DivergedError("the loss is not finite; lower optim.lr", code="diverged")
+        machine = Machine(fail={"start": error, "a": error})
+        with refused("diverged", "optim.lr"):
+            machine.run(make_search("start a"), tmp_path)
+
+
+class AnyText(str):
+    """Equal to any text."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str)
+
+
+ANY_TEXT = AnyText()
+
+
+class TestTime:
+    @pytest.mark.parametrize("minutes, speed", [(5, 1.0), (5, 0.5), (10, 1.9), (20, 1.0)])
+    def test_the_time_is_used_and_kept(self, tmp_path: Path, minutes: float, speed: float) -> None:
+        """The estimates are off by up to a factor of two, and runs differ by a factor of two."""
+        names = ["start", *"abcdefghijklmnopqrstuvwxyz"]
+        step_seconds = {name: speed * (1 + i % 3 / 2) for i, name in enumerate(names)}
+        accuracies = {name: 0.6 + 0.01 * (i % 5) for i, name in enumerate(names)}
+        search = make_search(" ".join(names), minutes=minutes)
+        machine = Machine(accuracies, step_seconds=step_seconds)
+        chosen = machine.run(search, tmp_path)
+        seconds = machine.now + chosen.final_seconds
+        assert 0.85 * 60 * minutes <= seconds <= 1.05 * 60 * minutes
+
+    def test_the_best_paused_run_is_finished_before_others_start(self, tmp_path: Path) -> None:
+        """Each is better than the first one at its end, but not at a quarter of its steps."""
+        search = make_search(minutes=6)
+        machine = Machine(accuracies={"start": 0.6, "c": 0.7})
+        search["start"].kind = "head"
+        machine.run(search, tmp_path)
+        finished = [trial.name for trial in search.trials if trial.is_finished]
+        assert len(finished) > 1
+        assert all(trial.is_finished or trial.ended for trial in search.trials)
+
+    def test_a_slow_machine_pauses_a_trial_that_cannot_finish(self, tmp_path: Path) -> None:
+        search = make_search("start a", minutes=5)
+        machine = Machine(step_seconds={"a": 9.0})  # 900 s instead of 100
+        assert machine.run(search, tmp_path).name == "start"
+        assert machine.now <= 330
+        assert "not enough time" in search["a"].ended
+
+    def test_a_configuration_is_shortened_to_the_time_left(self, tmp_path: Path) -> None:
+        search = make_search("start a", minutes=3)
+        Machine().run(search, tmp_path)
+        assert search["a"].description == "trial a, shortened to 6 epochs"
+        assert search["a"].is_finished
+        assert search["a"].num_steps == 60
+
+    def test_a_first_recipe_that_is_too_long_gives_way_to_shorter_ones(
+        self, tmp_path: Path
+    ) -> None:
+        search = make_search("start a", minutes=2)
+        search.trials[0].estimate = 200
+        assert Machine().run(search, tmp_path).name == "a"
+
+    def test_a_search_whose_time_is_over_still_finishes_the_fastest_run(
+        self, tmp_path: Path
+    ) -> None:
+        """Both runs are ten times slower than estimated; the second one is shorter."""
+        machine = Machine(epochs={"a": 4}, step_seconds={"start": 10.0, "a": 10.0})
+        search = make_search("start a", minutes=5)
+        search["a"].estimate = 40
+        assert machine.run(search, tmp_path).name == "a"
+        assert machine.trained["start"] == [10, 20]  # it pauses once it is clear
+
+
+class TestKills:
+    def test_twenty_kills_give_the_same_choice(self, tmp_path: Path) -> None:
+        accuracies = {"start": 0.6, "a": 0.5, "b": 0.63, "c": 0.7, "d": 0.66, "e": 0.3}
+        whole = make_search()
+        expected = Machine(accuracies).run(whole, tmp_path / "whole").name
+        out, kills, used = tmp_path / "killed", 0, 0.0
+        search = make_search()
+        while True:
+            machine = Machine(accuracies, kill_at=37.0)
+            try:
+                chosen = machine.run(search, out)
+            except Killed:
+                kills += 1
+                search = read_search(out)
+                assert search.used_seconds >= used  # the time that was used is kept
+                used = search.used_seconds
+                continue
+            break
+        assert kills >= 10
+        assert chosen.name == expected
+        assert plan(search) == plan(whole)
+
+    def test_a_signal_keeps_the_time_and_says_how_to_continue(self, tmp_path: Path) -> None:
+        machine = Machine(kill_at=37.0, kill=Interrupted("stopped", signal.SIGTERM))
+        with refused("interrupted", f"finetune train {tmp_path} --resume") as caught:
+            machine.run(make_search(), tmp_path)
+        assert caught.value.exit_code == 128 + signal.SIGTERM
+        search = read_search(tmp_path)
+        assert search.used_seconds == machine.now == 42
+        Machine().run(search, tmp_path)
+        assert plan(search)[0] == ("start", 1.0)
+        assert search.decisions[1].used_seconds == pytest.approx(42 + 70, abs=20)
+
+    def test_a_finished_search_trains_nothing(self, tmp_path: Path) -> None:
+        search = make_search()
+        Machine({"b": 0.9}).run(search, tmp_path)
+        machine = Machine()
+        assert machine.run(read_search(tmp_path), tmp_path).name == "b"
+        assert not machine.trained
+
+    @pytest.mark.parametrize(
+        "old, new",
+        [
+            ('"source"', '"sauce"'),
+            ('"chosen": "b"', '"chosen": "x"'),
+            ('"name": "c"', '"name": "../c"'),
+        ],
+    )
+    def test_a_damaged_record_is_refused(self, tmp_path: Path, old: str, new: str) -> None:
+        Machine({"b": 0.9}).run(make_search("start b c"), tmp_path)
+        path = tmp_path / "tune.json"
+        text = path.read_text(encoding="utf-8")
+        assert old in text
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        with refused("checkpoint.damaged", path):
+            read_search(tmp_path)
+
+    def test_two_searches_in_one_folder_are_refused(self, tmp_path: Path) -> None:
+        search = make_search("start a")
+
+        def train_until(*_: Any) -> Progress:
+            with refused("setup.in_use", tmp_path):
+                Machine().run(make_search(), tmp_path)
+            raise Killed
+
+        with pytest.raises(Killed):
+            run_search(search, tmp_path, train_until=train_until)
+
+
+# The portfolio ------------------------------------------------------------------------------------
+
+
+def fake_start(tmp_path: Path, *overrides: str, num_images: int = 100) -> StartResult:
+    """The recipe of `finetune train` for photos, with measured features of three networks."""
+    write_image_folder(tmp_path / "photos", {"a": num_images // 2, "b": num_images // 2})
+    scores = [
+        Score(Candidate(name, size, 1e-3, "here"), accuracy, 64, 1e-3, "resize", False)
+        for name, size, accuracy in (
+            *(("embedded:vit_ti", 32, 0.9), ("embedded:vit_ti", 64, 0.8)),
+            ("embedded:vit_nano", 32, 0.7),
+        )
+    ]
+    builder = RecipeBuilder.open(str(tmp_path / "photos"), list(overrides))
+    return builder.build(Choice(scores[0], True, 0, "a trial", scores, 0.1))
+
+
+class TestPortfolio:
+    def test_it_begins_with_the_recipe_of_train_and_has_each_recipe_once(
+        self, tmp_path: Path
+    ) -> None:
+        made = build_configurations(fake_start(tmp_path))
+        assert [(each.name, each.kind) for each in made] == [
+            ("start", "head"),
+            ("full-low", "full"),
+            ("full", "full"),  # "head" is the same recipe as "start"
+            ("short-low", "full"),
+            ("layer-decay", "full"),
+            ("augmented", "full"),
+            ("lora", "lora"),
+            ("second-head", "head"),
+            ("second-low", "full"),
+            ("other-size", "full"),
+            ("mixup", "full"),
+            ("high", "full"),
+        ]
+        recipes = {each.name: each.recipe for each in made}
+        assert recipes["full-low"].optim.lr == pytest.approx(1e-3 / 3, rel=0.02)
+        assert recipes["short-low"].optim.epochs == 20
+        assert recipes["second-head"].model.name == "embedded:vit_nano"
+        assert recipes["other-size"].model.image_size == 64
+        assert str(recipes["mixup"].data.train).endswith("trivial_augment | mixup(0.2)")
+
+    def test_what_the_user_sets_is_the_same_in_all(self, tmp_path: Path) -> None:
+        asked = ("model.freeze=none", "optim.lr=0.01", "data.train=resize", "run.push_to=me/x")
+        made = build_configurations(fake_start(tmp_path, *asked))
+        assert [each.name for each in made] == [
+            *("start", "short-low", "layer-decay", "augmented", "lora", "mixup", "high"),
+        ]
+        recipes = [each.recipe for each in made]
+        assert {(each.optim.lr, each.data.train) for each in recipes} == {(0.01, "resize")}
+        assert {each.run.push_to for each in recipes} == {None}  # only the chosen run is pushed
+
+    def test_long_runs_have_fewer_epochs_but_evaluate_four_times(self, tmp_path: Path) -> None:
+        made = build_configurations(fake_start(tmp_path), max_seconds=0.6)
+        (full,) = (each.recipe for each in made if each.name == "full")
+        assert (full.optim.epochs, full.run.eval_every) == (2, 3)  # 80 images in batches of 16
+
+
+# Real runs ----------------------------------------------------------------------------------------
+
+NUM_TEST = 14  # images; no other split has as many
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise images of two classes, with a test split."""
+    root, rng = tmp_path_factory.mktemp("tune") / "photos", np.random.default_rng(0)
+    for split, count in (("train", 40), ("test", NUM_TEST // 2)):
+        for shade, name in enumerate(("cats", "dogs")):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                pixels = (rng.integers(0, 200, (32, 32, 3)) + 30 * shade).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{index}.png")
+    return root
+
+
+SHORT = ("model.name=embedded:vit_nano", "optim.epochs=2", "run.precision=fp32")
+
+
+@pytest.fixture
+def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of `finetune train` and two others."""
+    members = (Member("full", "all weights"), Member("low", "a third", lr=1 / 3))
+    monkeypatch.setattr(portfolio, "PORTFOLIO", members)
+
+
+@pytest.mark.usefixtures("two_members", "no_plots")
+class TestRuns:
+    def test_the_folder_holds_the_chosen_run_as_if_it_had_been_trained_alone(
+        self, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        evaluated = []
+        evaluator = finalize.Evaluator
+
+        def count(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            evaluated.append(len(loader.labels))
+            return evaluator(loader, *args, **kwargs)
+
+        monkeypatch.setattr(finalize, "Evaluator", count)
+        out = tmp_path / "run"
+        arguments = ["train", str(photos), *SHORT, "--out", str(out), "--minutes", "30"]
+        assert cli.main(arguments) == 0
+        assert evaluated.count(NUM_TEST) == 1  # the test split is read once
+        search = read_search(out)
+        assert {"start", "full", "low"} <= {trial.name for trial in search.trials}
+        assert all(trial.is_finished or trial.ended for trial in search.trials)
+        assert (out / "start.yaml").is_file()
+        assert "low" in (out / "trials.html").read_text(encoding="utf-8")
+        results = json.loads((out / "results.json").read_text())
+        assert results["test"]["examples"] == NUM_TEST
+        assert not list((out / "trials").rglob("model.safetensors"))  # no disk space is left in use
+
+        # the same recipe in one go has the same weights
+        recipe = load_recipe(out / "recipe.yaml")
+        train(recipe, tmp_path / "alone")
+        weights = [(path / "model" / "model.safetensors") for path in (out, tmp_path / "alone")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+
+        # the finished search is not repeated
+        assert cli.main([*arguments, "--resume"]) == 0
+        assert evaluated.count(NUM_TEST) == 2  # only by the run alone
+        with refused("recipe.not_this_run", "--minutes 20", "30 minutes"):
+            tune.tune(str(photos), out, minutes=20, resume=True)
+        with refused("recipe.not_this_run", "optim.lr=1"):
+            tune.tune(str(photos), out, minutes=30, resume=True, overrides=["optim.lr=1"])
+
+    def test_a_paused_run_is_not_evaluated_on_the_test_split(
+        self, photos: Path, tmp_path: Path
+    ) -> None:
+        recipe = load_recipe_for(photos)
+        first = tune.train_until(recipe, tmp_path / "run", lambda step, _: step >= 2)
+        assert first.curve[-1].step == 2
+        for _ in range(2):  # the second call finds all steps done
+            progress = tune.train_until(recipe, tmp_path / "run", lambda *_: False)
+        assert progress.curve[-1].step == 4
+        assert (progress.num_steps, progress.num_images) == (4, 16)
+        assert not (tmp_path / "run" / "results.json").exists()
+        assert read_record(RunDir(tmp_path / "run"))["status"] == "stopped (0)"
+
+
+def load_recipe_for(photos: Path) -> Recipe:
+    text = tiny_recipe_text(
+        "eval: resize, batch_size: 32, val_fraction: 0.2",
+        source=f"folder:{photos}",
+        optim="lr: 1e-3, steps: 4",
+        run="precision: fp32, eval_every: 2, best: last",
+    )
+    return parse_recipe(text)
+
+
+class TestMessages:
+    @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+    def test_no_time(self, photos: Path, minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["train", str(photos), "--minutes", minutes]) == 2
+        assert f"--minutes {float(minutes):g}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments, named",
+        [
+            (["recipes/quickstart.yaml"], "a folder of images"),
+            (["PHOTOS", "run.patience=2"], "run.patience"),
+            (["PHOTOS", "--dry-run"], "--dry-run"),
+            (["PHOTOS", "data.val_fraction=0", *SHORT], "data.val_fraction"),
+            (["PHOTOS", *SHORT, "--minutes", "0.001"], "give at least --minutes"),
+        ],
+    )
+    def test_what_cannot_be_searched(
+        self,
+        photos: Path,
+        tmp_path: Path,
+        arguments: list[str],
+        named: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        given = [str(photos) if each == "PHOTOS" else each for each in arguments]
+        out = str(tmp_path / "out")
+        assert cli.main(["train", "--minutes", "20", "--out", out, *given]) == 2
+        assert named in capsys.readouterr().err
+
+    def test_an_unfinished_search_is_not_overwritten(
+        self, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        machine = Machine(kill_at=50.0)
+        with pytest.raises(Killed):
+            machine.run(make_search(), tmp_path)
+        for more in ([], ["--minutes", "10"]):
+            assert cli.main(["train", str(photos), *SHORT, "--out", str(tmp_path), *more]) == 5
+            assert f"finetune train {tmp_path} --resume" in capsys.readouterr().err
+        for more in ([], ["--minutes", "10"]):
+            assert cli.main(["train", str(tmp_path), *more]) == 2
+            assert f"finetune train {tmp_path} --resume" in capsys.readouterr().err

@@ -123,7 +123,8 @@ def predict(
 @click.option(
     "--fit-temperature",
     is_flag=True,
-    help="Fit a temperature on val (or --split) and write it into MODEL's config.json.",
+    help="Fit a temperature on val (or --split), and write it into MODEL's config.json, with the "
+    "scores for predict --max-error, --coverage and --unknown.",
 )
 @click.option(
     "--corrupt",

@@ -16,6 +16,7 @@ __all__ = [
     "FinetuneError",
     "HubError",
     "Interrupted",
+    "Paused",
     "RecipeError",
     "RegressionError",
     "SetupError",

@@ -442,7 +442,7 @@ class TestErrors:
                 if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                     continue
                 family = self.FAMILIES.get(call.func.id)
-                if family in (None, "internal", "interrupted"):
+                if family in (None, "internal", "interrupted", "paused"):
                     continue
                 given = [word.value for word in call.keywords if word.arg == "code"]
                 assert given, f"{module}:{call.lineno}: {call.func.id} without a code"

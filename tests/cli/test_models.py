@@ -51,6 +51,7 @@ def test_predict(monkeypatch: Patch, capsys: Captured) -> None:
     assert (model, list(paths)) == ("runs/x", ["a.png", "-"])
     options = {"top_k": 2, "out": "o.csv", "sheet": "s.png", "calibrated": True}
     options |= {"tta": "flip", "features": "f.parquet"}
+    options |= {"max_error": None, "coverage": None, "mark_unknown": False}
     assert kwargs == {**options, "batch_size": None, "threshold": None}
     assert capsys.readouterr().out == "a table\n"
 
@@ -72,7 +73,7 @@ def test_export(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
     assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
     options = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
-    options |= {"certify_in": [], "ort_web": None}
+    options |= {"certify_in": [], "ort_web": None, "precision": None, "max_drop": 0.5}
     assert export.calls == [(("runs/x",), options | {"preprocessing": True})]
     assert main(["export", "runs/x", *arguments, "--image-size", "96", "--no-preprocessing"]) == 0
     assert export.calls[1] == (("runs/x",), options | {"preprocessing": False})

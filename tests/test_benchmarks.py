@@ -135,8 +135,9 @@ def test_recording_for_the_regret(repository: Path, tmp_path: Path) -> None:
     for _ in range(2):  # the second time, all runs are in the table
         arguments = ("record", str(table), str(tmp_path / "photos"), "--overrides", *keys)
         assert run_script(repository, "tune_regret.py", *arguments) == []
-    (line,) = table.read_text(encoding="utf-8").splitlines()
-    row = json.loads(line)
+    rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
+    assert len({row["name"] for row in rows}) == len(rows)
+    row = rows[0]
     assert (row["task"], row["name"], row["kind"]) == ("photos", "start", "head")
     assert len(row["curve"]) == 2
     assert 0 <= row["test"] <= 1

@@ -35,15 +35,20 @@ _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
 )
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-# An apostrophe may be part of a URL, or quote it.
-_URL_USER_INFO = re.compile(r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)")
+# An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash.
+_URL_USER_INFO = re.compile(
+    r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)|(?<=s3://)[^/\s\"<>@:]+:[^\s\"<>@]+(?=@)"
+)
 # the query, or parameters after ; or #, without punctuation of the sentence around the URL
 _URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*?)(?:\?|[;#](?=[\w.-]*=))[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
 # the password in a mistyped URL, such as http:/me:word@host or hub:me:word@name
-_MISTYPED_USER_INFO = re.compile(r"(?<=\w:)[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)")
-# the value of an option or variable that is named like a secret, such as run.token=
+_MISTYPED_USER_INFO = re.compile(
+    r"(?<=\w[:=])[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)"
+)
+# the value of an option, variable or parameter that is named like a secret, such as run.token=
 _SECRET_OPTION = re.compile(
-    r"(?i)(\b[\w.-]*(?:token|secret|passw|api_?key|access_?key)[\w.-]*=)[^\s'\"]{8,}"
+    r"(?i)(\b[\w.-]*(?:token|secret|passw|api_?key|access_?key)[\w.-]*=|[?&;]sig(?:nature)?=)"
+    r"[^\s'\"]{7,}[^\s'\":;,.)\]}]"
 )
 # credentials that have a known form: in the query of a URL, or anywhere
 _CREDENTIAL = re.compile(

@@ -23,6 +23,7 @@ from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
 from finetune.files import file_sha256, make_writable_folder
 from finetune.formatting import pluralize
+from finetune.log import warn_once
 from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
 from finetune.models.save import save_model
@@ -86,6 +87,9 @@ def average_runs(
     members = [_load_run(run) for run in runs]
     for member in members[1:]:
         _check_compatible(members[0], member)
+    for member in members:
+        for warning in member.record.get("leakage", []):
+            warn_once(f"{member.run.path}: {warning}")
     first, folder = members[0], Path(out)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SetupError(

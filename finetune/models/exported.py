@@ -206,12 +206,27 @@ def _open_export(path: Path, name: str) -> BuiltModel:
     )
 
 
+def _check_certificate(path: Path, name: str) -> None:
+    """Raise WeightsError if certificate.json beside an export has the sha256 of another file."""
+    certificate = path.with_name("certificate.json")
+    if not certificate.is_file():
+        return
+    expected = json.loads(certificate.read_bytes())["export"]["sha256"].get(path.name)
+    if expected not in (None, file_sha256(path)):
+        raise WeightsError(
+            f"{name}: the file was changed after its export: {certificate.name} has another "
+            "sha256; restore it from a copy, or export the model again",
+            code="weights.damaged",
+        )
+
+
 def _read_description(session: Any, path: Path, name: str) -> dict[str, Any]:
     """Read the metadata of an export, or the JSON file of one without preprocessing."""
     metadata = session.get_modelmeta().custom_metadata_map
     record = path.with_name(f"{path.name}.json")
     try:
         if "classes" in metadata:
+            _check_certificate(path, name)
             # other tools add metadata of their own
             keys = _Export.model_fields.keys() & metadata.keys()
             return {key: json.loads(metadata[key]) for key in keys}

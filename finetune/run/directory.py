@@ -51,6 +51,7 @@ __all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command"]
 
 MANIFEST = "manifest.json"
 SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # `Path` keeps one slash
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 # Files with a checksum in run.json, by its key.
 _CHECKSUM_KEYS = {
@@ -99,6 +100,12 @@ class RunDir:
             not a run directory; CheckpointError if one of its files is not a regular file.
         """
         lock_path = self.path / ".lock"
+        if _URL.match(str(self.path)):
+            raise SetupError(
+                f"{self.path}: is a URL, which is not supported here; give a folder, and upload it "
+                "afterwards",
+                code="setup.not_writable",
+            )
         with explain_disk_errors(self.path, needed_bytes=4096):
             self._create_folder(lock_path)
             self._lock = open_lock_file(lock_path)

@@ -13,6 +13,7 @@ import timm
 import torch
 from hub_fixtures import hub, sleep_durations
 from hub_server import HubServer
+from logs import logged
 from PIL import Image
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
@@ -245,6 +246,15 @@ def test_changed_images_are_refused(runs: Path, tmp_path: Path, split: str) -> N
     path.write_text(json.dumps(record))
     with refused("data.changed", f"'{split}'"):
         average_runs([str(path.parent)], alphas=[0.5], out=str(tmp_path / "out"))
+
+
+def test_leaks_of_a_run_are_named(runs: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(runs / "a", tmp_path / "a") / "run.json"
+    leak = "split 'val': 3 of 9 images are copies"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "leakage": [leak]}))
+    with logged() as messages:
+        average_runs([str(path.parent)], alphas=[0.5], out=str(tmp_path / "out"))
+    assert f"{path.parent}: {leak}" in messages
 
 
 def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:

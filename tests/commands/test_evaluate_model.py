@@ -25,6 +25,7 @@ from finetune.commands.evaluate import evaluate_model, format_evaluation, write_
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
 from finetune.evaluation.validation_scores import ValidationScores
+from finetune.inference import Classifier
 from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
@@ -207,6 +208,26 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
             evaluate_model(str(copy), data="embedded:digits", out=str(folder))
     with refused("recipe.conflict", "--fit-temperature", "vit_tiny_patch16_224"):
         evaluate_model("vit_tiny_patch16_224", data="embedded:digits", fit_temperature=True)
+
+
+def test_leaks_that_the_run_has_recorded_are_named(finished_run, tmp_path, capsys) -> None:
+    run = shutil.copytree(finished_run[0], tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    leaks = ["split 'test': 3 of 9 images are copies", "split 'val': another"]
+    (run / "run.json").write_text(json.dumps({**record, "leakage": leaks}))
+    evaluate_model(str(run))
+    output = capsys.readouterr().err
+    assert leaks[0] in output
+    assert leaks[1] not in output
+
+
+def test_training_images_promise_no_error_rate(finished_run, tmp_path) -> None:
+    run = shutil.copytree(finished_run[0], tmp_path / "run")
+    evaluate_model(str(run), split="train", fit_temperature=True)
+    config = json.loads((run / "model" / "config.json").read_text())
+    assert config["validation_scores"] is None
+    with refused("weights.no_validation_scores", "--max-error"):
+        Classifier.load(run, max_error=0.1)
 
 
 def test_report_and_files_contain_every_class(finished_run, tmp_path: Path) -> None:

@@ -222,6 +222,18 @@ def test_wrong_metadata_is_refused(
         Classifier.load(tmp_path / "x.onnx")
 
 
+def test_file_that_was_changed_after_its_export_is_refused(
+    exports: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exports("multiclass").parent, tmp_path / "export")
+    model = onnx.load(folder / "model.onnx")
+    [entry] = [entry for entry in model.metadata_props if entry.key == "classes"]
+    entry.value = json.dumps(json.loads(entry.value)[::-1])
+    onnx.save(model, folder / "model.onnx")
+    with refused("weights.damaged", folder / "model.onnx", "certificate.json"):
+        Classifier.load(folder / "model.onnx")
+
+
 def test_missing_onnxruntime_is_named(
     exports: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,12 @@ def test_invalid_folder_name_is_refused(name: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
+def test_url_is_refused() -> None:
+    run = RunDir("s3://bucket/run")
+    with refused("setup.not_writable", run.path, "URL"):
+        run.open()
+
+
 def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"")
     with refused("setup.not_a_run", tmp_path, "'photo.png'"):

@@ -300,9 +300,11 @@ def warn_of_training_images(model: str, recipe: Recipe | None, source: Source, s
     images = source.splits[split]
     if recipe is None or images.is_streamed:
         return
+    record = read_record(RunDir(model))
+    recorded = record.get("split_fingerprints", {})
     is_own_data = redact_urls(source.name) == recipe.data.source
-    if is_own_data and (split == "train" or not _has_changed(model, images)):
-        for warning in read_record(RunDir(model)).get("leakage", []):
+    if is_own_data and (split == "train" or recorded.get(split) == images.fingerprint):
+        for warning in record.get("leakage", []):
             if warning.startswith(f"split '{split}'"):
                 logger.warning(f"{model}: {warning}")
         return
@@ -314,6 +316,11 @@ def warn_of_training_images(model: str, recipe: Recipe | None, source: Source, s
             f"of them in '{split}' are not found"
         )
         return
+    if recorded.get("train", train.fingerprint) != train.fingerprint:
+        logger.warning(
+            f"{model}: its training images have changed since the run ({recipe.data.source}), so "
+            f"copies of the old ones in '{split}' are not found"
+        )
     for warning in find_leakage(
         dataclasses.replace(source, splits={"train": train, "test": images})
     ):

@@ -19,8 +19,10 @@ from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from small_datasets import write_image_folder
 
 from finetune.commands import evaluate
+from finetune.commands.compare import compare_models
 from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
@@ -219,6 +221,21 @@ def test_leaks_that_the_run_has_recorded_are_named(finished_run, tmp_path, capsy
     output = capsys.readouterr().err
     assert leaks[0] in output
     assert leaks[1] not in output
+
+
+def test_training_images_of_a_changed_folder_are_found(tmp_path, capsys) -> None:
+    """B was trained on all images, and has no validation split that A's could be."""
+    folder = tmp_path / "photos"
+    write_image_folder(folder, {"a": 12, "b": 12})
+    for name, fraction in (("a", 0.25), ("b", 0)):
+        overrides = [f"data.source=folder:{folder}", f"data.val_fraction={fraction}"]
+        train(parse_recipe(RECIPE, overrides=overrides), tmp_path / name)
+    capsys.readouterr()
+    compare_models(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert f"{tmp_path / 'b'}: split 'val': 6 of 6 images are copies" in capsys.readouterr().err
+    next((folder / "a").iterdir()).unlink()
+    evaluate_model(str(tmp_path / "a"), data=f"folder:{folder}/../photos")
+    assert "its training images have changed since the run" in capsys.readouterr().err
 
 
 def test_training_images_promise_no_error_rate(finished_run, tmp_path) -> None:

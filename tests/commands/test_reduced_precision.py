@@ -141,7 +141,7 @@ def test_layers_with_weights_are_in_int8_and_the_preprocessing_is_not(int8: dict
 
 
 @pytest.mark.parametrize(
-    "channel", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(5, 100, 5))]
+    "channel", [0, *(pytest.param(each, marks=pytest.mark.faults) for each in range(5, 100, 5))]
 )
 def test_network_that_collapses_is_refused_and_not_written(
     channel: int, digits_run: Path, tmp_path: Path

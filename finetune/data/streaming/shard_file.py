@@ -148,8 +148,9 @@ class RemoteFile:
     def open_url(cls, url: str) -> RemoteFile:
         """Request size and ETag of a file on any server. Raises: same as `read`."""
         parts = urlsplit(url)
-        display_name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        return cls(url, unquote(parts.path), display_name)._opened()
+        path = parts.path.partition(";")[0]  # parameters may hold a token
+        display_name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
+        return cls(url, unquote(path), display_name)._opened()
 
     @classmethod
     def open_on_hub(cls, source: str, repo_id: str, commit: str, path: str) -> RemoteFile:

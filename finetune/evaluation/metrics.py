@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "ImageResults",
     "Metric",
     "TopLosses",
+    "gather_rows",
     "mean_ignoring_none",
     "mean_std",
     "per_class_rates",
@@ -360,6 +361,20 @@ class TopLosses:
         return largest_first[: self.limit]
 
 
+def gather_rows(batches: Sequence[Tensor], accelerator: Accelerator) -> Tensor:
+    """Gather the rows of all processes, sorted by their first column, the index of the image.
+
+    Args:
+        batches: rows of this process, of any number each; all have the same columns.
+    """
+    rows = torch.cat(list(batches))
+    if accelerator.num_processes > 1:
+        padded = accelerator.pad_across_processes(rows.to(accelerator.device), dim=0, pad_index=-1)
+        rows = torch.as_tensor(accelerator.gather(padded)).cpu()
+    rows = rows[rows[:, 0] >= 0]  # without padding
+    return rows[rows[:, 0].argsort()]
+
+
 class ImageResults:
     """Collect the result of every image of a single-label split, to compare models image by image.
 
@@ -390,14 +405,7 @@ class ImageResults:
         Returns: arrays (N,): "index", "predicted", "top1" and "top5" (whether the label is the best
             class, or among the best five), "loss" and "confidence".
         """
-        table_N6 = torch.cat(self._columns_B6)
-        if accelerator.num_processes > 1:
-            padded = accelerator.pad_across_processes(
-                table_N6.to(accelerator.device), dim=0, pad_index=-1
-            )
-            table_N6 = torch.as_tensor(accelerator.gather(padded)).cpu()
-        table_N6 = table_N6[table_N6[:, 0] >= 0]  # without padding
-        table_N6 = table_N6[table_N6[:, 0].argsort()]
+        table_N6 = gather_rows(self._columns_B6, accelerator)
         dtypes = {"index": int, "predicted": int, "top1": bool, "top5": bool}
         names = ("index", "predicted", "top1", "top5", "loss", "confidence")
         return {

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from finetune.errors import WeightsError
 from finetune.evaluation.conformal import conformal_quantile
+from finetune.evaluation.metrics import gather_rows
 from finetune.evaluation.validation_scores import decode_array, encode_array
 from finetune.models.head import classifier_names
 
@@ -185,16 +186,9 @@ class UnknownClassScoreFitter:
         Returns: None for fewer than `MIN_IMAGES` images, or if the network has not exactly one
             linear classifier.
         """
-        table = torch.cat(self._rows)
-        if accelerator.num_processes > 1:
-            padded = accelerator.pad_across_processes(
-                table.to(accelerator.device), dim=0, pad_index=-1
-            )
-            table = torch.as_tensor(accelerator.gather(padded)).cpu()
-            table = table[table[:, 0] >= 0]  # without padding
+        table = gather_rows(self._rows, accelerator)
         if len(table) < MIN_IMAGES:
             return None
-        table = table[table[:, 0].argsort()]
         return fit_unknown_class_score(table[:, 3:], table[:, 1], table[:, 2])
 
 

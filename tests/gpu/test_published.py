@@ -166,6 +166,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "show": ("show", "RUN", "FILES", "--out", "OUT/show"),
     "report": ("report", "RUN"),
     "export": ("export", "RUN", "--format", "torch", "--out", "OUT"),
+    "export --fp16": (
+        *("export", "RUN", "--format", "onnx", "--fp16", "--max-drop", "5", "--out", "OUT"),
+    ),
+    "export --int8": (
+        *("export", "RUN", "--format", "onnx", "--int8", "--max-drop", "5", "--out", "OUT"),
+    ),
+    "compare": ("compare", "RUN", "TEACHER", "--data", "embedded:digits", "--out", "OUT/compare"),
+    "predict, prediction sets": ("predict", "RUN", "FILES", "--coverage", "0.9"),
+    "predict, unknown classes": ("predict", "RUN", "FILES", "--unknown"),
+    "data doctor": (
+        *("data", "doctor", "PHOTOS", "--weights", "embedded:vit_nano", "--out", "OUT/doctor"),
+    ),
     "dry run": ("train", "RUN/recipe.yaml", "--dry-run", "--out", "OUT/dry"),
     "info --plan": ("info", "RUN/recipe.yaml", "--plan"),
     "start": (
@@ -180,6 +192,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def test_commands_on_the_gpu(
     command: str,
     gpu_run: Path,
+    teacher: Path,
     image_paths: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -200,9 +213,8 @@ def test_commands_on_the_gpu(
         if argument == "FILES":
             arguments += [str(path) for path in image_paths[:4]]
         else:
-            argument = argument.replace("RUN", str(run_copy)).replace(
-                "PHOTOS", str(tmp_path / "photos")
-            )
+            argument = argument.replace("RUN", str(run_copy)).replace("TEACHER", str(teacher))
+            argument = argument.replace("PHOTOS", str(tmp_path / "photos"))
             arguments.append(argument.replace("OUT", str(tmp_path)))
     code = run_command(*arguments)
     output = capfd.readouterr()

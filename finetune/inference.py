@@ -463,7 +463,9 @@ class Classifier:
         """
         if self.unknown_score is None or self._recorder is None:
             return [False] * len(logits_BK)
-        scores_B = self.unknown_score.compute(self._recorder.last(), logits_BK.cpu().logsumexp(1))
+        scores_B = self.unknown_score.compute(
+            self._recorder.last().cpu(), logits_BK.cpu().logsumexp(1)
+        )
         return (scores_B > self.unknown_score.threshold).tolist()
 
     def _to_predictions(self, confidence_K: Tensor, index_K: Tensor) -> list[PredictionRow]:

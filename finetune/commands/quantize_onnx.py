@@ -165,5 +165,9 @@ def convert_to_fp16(path: Path, target: Path) -> None:
     model = onnx.load(str(path))
     blocked = _Graph(model).outside_network()
     model = convert_float_to_float16(model, keep_io_types=True, node_block_list=blocked)
+    # ONNX Runtime 1.30 repeats the cast of a value for each node that reads it
+    nodes = {node.output[0]: node for node in model.graph.node}
+    del model.graph.node[:]
+    model.graph.node.extend(nodes.values())
     OnnxModel(model).topological_sort()  # the converter appends its casts at the end
     onnx.save(model, str(target))

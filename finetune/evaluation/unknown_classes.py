@@ -26,6 +26,7 @@ from finetune.evaluation.conformal import conformal_quantile
 from finetune.evaluation.metrics import gather_rows
 from finetune.evaluation.validation_scores import decode_array, encode_array
 from finetune.models.head import classifier_names
+from finetune.transforms.sample_rng import to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -137,9 +138,9 @@ class PreLogitsRecorder:
         self._recorded.values = inputs[0]
 
     def last(self) -> Tensor:
-        """Return the pre-logits of the last forward pass, (B, D), on the CPU."""
+        """Return the pre-logits of the last forward pass, (B, D), float32, on its device."""
         values: Tensor = self._recorded.values
-        return values.float().cpu()
+        return values.float()
 
     def remove(self) -> None:
         """Remove the hook from the network."""
@@ -148,7 +149,7 @@ class PreLogitsRecorder:
 
 
 class UnknownClassScoreFitter:
-    """A metric that keeps features and logits in host memory, and then fits the score.
+    """A metric that keeps features and logits on the device, and then fits the score.
 
     Update it right after each forward pass, inside a `with` block.
 
@@ -173,12 +174,14 @@ class UnknownClassScoreFitter:
         """Keep a batch; `indices` are the positions of the images in the split."""
         if not self._recorder.width:
             return
-        kept = torch.from_numpy(np.flatnonzero(indices % self._stride == 0))
-        logits_BK = logits_BK.float().cpu()
+        kept = np.flatnonzero(indices % self._stride == 0)
         # float32 represents indices below 16 million exactly
-        columns = (torch.from_numpy(indices).float(), logits_BK.logsumexp(1), logits_BK.amax(1))
+        positions_B = to_device(indices.astype(np.float32), logits_BK.device)
+        logits_BK = logits_BK.float()
+        columns = (positions_B, logits_BK.logsumexp(1), logits_BK.amax(1))
         features_BD = self._recorder.last()[: len(labels_B)]
-        self._rows.append(torch.cat([torch.stack(columns, dim=1), features_BD], dim=1)[kept])
+        rows = torch.cat([torch.stack(columns, dim=1), features_BD], dim=1)
+        self._rows.append(rows[to_device(kept, rows.device)])
 
     def compute(self, accelerator: Accelerator) -> UnknownClassScore | None:
         """Fit the score over all processes; each of them must call this.
@@ -186,7 +189,7 @@ class UnknownClassScoreFitter:
         Returns: None for fewer than `MIN_IMAGES` images, or if the network has not exactly one
             linear classifier.
         """
-        table = gather_rows(self._rows, accelerator)
+        table = gather_rows([rows.cpu() for rows in self._rows], accelerator)
         if len(table) < MIN_IMAGES:
             return None
         return fit_unknown_class_score(table[:, 3:], table[:, 1], table[:, 2])

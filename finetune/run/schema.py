@@ -124,6 +124,14 @@ class SplitMetrics(TypedDict, total=False):
     decisions: dict[str, _Count]  # images of the split that `data.decisions` dropped and relabeled
 
 
+class TrainMetrics(TypedDict, total=False):
+    """The last line of the training metrics."""
+
+    __pydantic_config__ = _CONFIG  # type: ignore[misc]
+
+    loss: _Number | None  # None if each step of the line was skipped, as FP16 overflowed
+
+
 class Results(TypedDict, total=False):
     """The content of results.json."""
 
@@ -131,7 +139,7 @@ class Results(TypedDict, total=False):
 
     val: SplitMetrics | None
     test: SplitMetrics | None
-    train: SplitMetrics | None  # the last line of the training metrics
+    train: TrainMetrics | None
     steps: _Count
     best_step: _Count
     model_sha256: str  # sha256 of the weights in model/ that were evaluated

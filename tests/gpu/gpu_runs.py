@@ -151,6 +151,7 @@ def run_python(arguments: Sequence[str], **environment: str) -> ProcessResult:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "FINETUNE_GPU_TESTS_ON": DEVICE.type,
+        "PYTHONFAULTHANDLER": "1",
         **environment,
     }
     if ON_GPU:

@@ -81,14 +81,19 @@ def test_a_resnet_matches_the_cpu(train_on_cpu: Any, tmp_path: Path, figure: Any
     disable_tf32()
     expected = train_on_cpu(*RESNET_OVERRIDES)
     result = train_here(tmp_path / "run", *RESNET_OVERRIDES)
-    difference = max_relative_difference(result["losses"], expected["losses"])
+    first, difference = (
+        max_relative_difference(result["losses"][:steps], expected["losses"][:steps])
+        for steps in (2, 8)
+    )
     figure(
         "losses of a ResNet (channels last) in float32 against the CPU, 8 steps",
-        "relative difference below 1e-3: batch norm divides by batch statistics",
-        f"{difference:.1e}; validation loss {result['val']['loss']:.4f}, CPU "
+        "relative difference below 1e-4 in 2 steps and 5e-3 in 8: batch norm divides by batch "
+        "statistics, which enlarges differences",
+        f"{first:.1e}, {difference:.1e}; validation loss {result['val']['loss']:.4f}, CPU "
         f"{expected['val']['loss']:.4f}",
     )
-    assert difference < 1e-3
+    assert first < 1e-4
+    assert difference < 5e-3
     assert result["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-2)
 
 

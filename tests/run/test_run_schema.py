@@ -53,6 +53,12 @@ def test_value_of_the_wrong_type_is_named(
     assert RunDir(tmp_path).read_json("other.json") == content
 
 
+def test_training_loss_is_missing_if_each_step_was_skipped(tmp_path: Path) -> None:
+    content = {"train": {"step": 20, "loss": None, "skipped": 8}}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert RunDir(tmp_path).read_json("results.json") == content
+
+
 @pytest.mark.parametrize("name", ["run.json", "results.json", "other.json"])
 @pytest.mark.parametrize(
     "text", ["[]", "3", "null", '"x"', "", '{"a": NaN}', f'{{"a": 1{"0" * 400}}}', "{" * 200]

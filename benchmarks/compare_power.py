@@ -1,6 +1,7 @@
 """False alarms and power of `finetune compare`, on simulated answers of two models.
 
     python benchmarks/compare_power.py [--repeats 2000]
+    python benchmarks/compare_power.py --runs runs/seed*
 
 An image is answered correctly by both models, by one of them, or by neither, independently of the
 others. A pair of models differs on a share of the images, the disagreement: the images that only
@@ -10,10 +11,13 @@ one of them has right. Each row is a goal, with a 95 % interval over the repeats
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.commands.compare import compare_models
 from finetune.evaluation.confidence_intervals import wilson_interval
 from finetune.evaluation.paired import compare_correct, quartile_slices, rank_slices
 from finetune.formatting import format_percent, format_percent_range
@@ -86,6 +90,18 @@ def ranked_first(
     return num_first, num_significant
 
 
+def compare_seeds(runs: list[str]) -> None:
+    """Compare each pair of runs, and print how many pairs are found different."""
+    pairs = list(itertools.combinations(runs, 2))
+    results = [compare_models(first, second)[0] for first, second in pairs]
+    images = results[0]["images"]
+    flips = [row["top1"]["fixed"] + row["top1"]["broken"] for row in results]
+    count = sum(row["top1"]["p_value"] < ALPHA for row in results)
+    print_row(
+        "two seeds, found by mid-p", images, statistics.mean(flips) / images, count, len(pairs)
+    )
+
+
 def print_row(name: str, images: int, disagreement: float, count: int, repeats: int) -> None:
     """Print a row of the table."""
     interval = format_percent_range(*wilson_interval(count, repeats))
@@ -97,10 +113,15 @@ def main() -> None:
     """Simulate, and print a table."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=2000)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--runs", nargs="+", metavar="RUN")
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     rng = np.random.default_rng(0)
     print("| what | images | disagreement | pairs |")
     print("|---|--:|--:|--:|", flush=True)
+    if arguments.runs:
+        compare_seeds(arguments.runs)
+        return
     for images, disagreement in ((300, 0.05), (1000, 0.05), (10_000, 0.02), (10_000, 0.1)):
         alarms = false_alarms(rng, images, disagreement, repeats)
         for name, count in zip(("mid-p", "exact test", "interval without 0"), alarms, strict=True):

@@ -3,9 +3,9 @@
     python benchmarks/small_sets.py OUT CIFAR10 TINY_IMAGENET
 
 `tiles` has drawn land covers and `letters` drawn letters. The others are subsets of two folders
-with parquet files: `cifar` (10 classes of 100 images), `longtail`, `noisy` (4 classes of 200, a fifth of
-the training labels wrong), `tiny37` (37 classes of 40), `tiny20` (20 classes of 5) and `photos`
-(10 classes of 200, enlarged to 64 px).
+with parquet files: `cifar` (10 classes of 100 images), `longtail`, `noisy` (4 classes of 200, a
+fifth of the training labels wrong), `tiny37` (37 classes of 40), `tiny20` (20 classes of 5) and
+`photos` (10 classes of 200, enlarged to 64 px).
 """
 
 from __future__ import annotations

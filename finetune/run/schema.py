@@ -22,6 +22,7 @@ __all__ = [
     "RunRecord",
     "SplitMetrics",
     "TeacherRecord",
+    "TrainMetrics",
     "check_json_types",
     "parse_metrics_line",
 ]

@@ -35,12 +35,7 @@ from finetune.ranks import is_local_main_process
 if TYPE_CHECKING:
     from finetune.data.encoded_images import EncodedImages
 
-__all__ = [
-    "MIN_STORED_BYTES",
-    "compute_digests",
-    "compute_fingerprint",
-    "compute_unordered_fingerprint",
-]
+__all__ = ["MIN_STORED_BYTES", "compute_digests", "compute_fingerprint"]
 
 MAX_CACHE_BYTES = 2**30
 MIN_STORED_BYTES = 2**24  # below, threads and stored digests cost more than they save
@@ -55,15 +50,6 @@ def compute_fingerprint(digests_N16: NDArray[np.uint8], labels_N: NDArray[np.int
     """Return a sha256 over the digests and labels of a split's images, in order."""
     content = digests_N16.tobytes() + labels_N.astype("<i8").tobytes()
     return hashlib.sha256(b"images" + content).hexdigest()
-
-
-def compute_unordered_fingerprint(
-    digests_N16: NDArray[np.uint8], labels_N: NDArray[np.int64]
-) -> str:
-    """Return a sha256 over the digests and labels of images, the same in any order."""
-    labels_N8 = labels_N.astype("<i8")[:, None].view(np.uint8)
-    rows_N24 = np.concatenate([digests_N16, labels_N8], axis=1)
-    return hashlib.sha256(np.sort(rows_N24.view("V24"), axis=0).tobytes()).hexdigest()
 
 
 def compute_digests(images: EncodedImages, rows_N: NDArray[np.int64]) -> NDArray[np.uint8]:

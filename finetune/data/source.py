@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.encoded_images import EncodedImages
-from finetune.data.fingerprint import (
-    compute_digests,
-    compute_fingerprint,
-    compute_unordered_fingerprint,
-)
+from finetune.data.fingerprint import compute_digests, compute_fingerprint
 from finetune.data.stat_signatures import are_settled
 from finetune.data.streaming.streamed_images import StreamedImages
 from finetune.errors import DataError
@@ -40,6 +36,7 @@ class Split:
             a group should be in the same split. None if the groups are unknown.
         draw_indices: (N,) int64, for each image the index of its random draw, see `random_draws`;
             None for 0 to N - 1.
+        origin: name of the split of the source that the images are from; "" if it is `name`.
     """
 
     name: str
@@ -49,6 +46,7 @@ class Split:
     decode_size: int | None = None
     groups: np.ndarray | None = field(default=None, repr=False)
     draw_indices: np.ndarray | None = field(default=None, repr=False)
+    origin: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -182,6 +180,7 @@ class Source:
         indicator_columns: names of the label columns of 0 and 1, if there are several. For a class
             without a column, the labels are unknown.
         decisions: what `data.decisions` has changed; None without decisions.
+        unused: images that `data.num_train` and other keys have left out of the splits.
     """
 
     name: str
@@ -190,15 +189,34 @@ class Source:
     description: str
     indicator_columns: tuple[str, ...] = ()
     decisions: DecisionSummary | None = None
+    unused: tuple[Split, ...] = ()
 
-    def train_val_fingerprint(self) -> str | None:
-        """Return a fingerprint of train and val together, the same for each seed that splits them.
+    def shrink(self, name: str, indices: np.ndarray) -> Source:
+        """Return a source whose split has only these images, in this order."""
+        split = self.splits[name]
+        left_out = split.subset(np.setdiff1d(np.arange(len(split)), indices))
+        splits = {**self.splits, name: split.subset(indices)}
+        return dataclasses.replace(self, splits=splits, unused=(*self.unused, left_out))
 
-        None for streamed images, which have no digests.
+    def whole_fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of each split before any image was held out or left out.
+
+        So they are the same for each seed that draws validation images and subsets.
         """
-        splits = [self.splits[name] for name in ("train", "val") if name in self.splits]
-        if any(split.is_streamed for split in splits):
-            return None
-        digests_N16 = np.concatenate([split.digests for split in splits])
-        labels_N = np.concatenate([split._label_hashes for split in splits])
-        return compute_unordered_fingerprint(digests_N16, labels_N)
+        parts: dict[str, list[Split]] = {}
+        for split in self.splits.values():
+            parts.setdefault(split.origin or split.name, []).append(split)
+        for split in self.unused:
+            parts.get(split.origin or split.name, []).append(split)
+        return {name: _join(splits).fingerprint for name, splits in parts.items()}
+
+
+def _join(splits: list[Split]) -> Split:
+    """Join splits of the same encoded images, in the order of their rows."""
+    rows_N = np.concatenate([split.image_rows for split in splits])
+    order_N = np.argsort(rows_N)
+    labels = np.concatenate([split.labels for split in splits])[order_N]
+    joined = dataclasses.replace(splits[0], rows=rows_N[order_N], labels=labels)
+    if not joined.is_streamed:
+        joined.use_digests(np.concatenate([split.digests for split in splits])[order_N])
+    return joined

@@ -155,8 +155,7 @@ def subsample(source: Source, split_name: str, num_images: int | None, seed: int
         warn_once(f"{key}: {title} metrics use only {num_images} of {len(full_split)} images")
     # a random stream per split, independent of `hold_out_validation`, which uses the seed alone
     entropy = [seed, 1 + list(_SPLIT_TITLES).index(split_name)]
-    smaller = _draw_per_class(full_split, classes, present, wanted, entropy)
-    return dataclasses.replace(source, splits={**source.splits, split_name: smaller})
+    return source.shrink(split_name, _draw_per_class(full_split, classes, present, wanted, entropy))
 
 
 def make_long_tailed(source: Source, ratio: float | None, seed: int) -> Source:
@@ -178,9 +177,9 @@ def make_long_tailed(source: Source, ratio: float | None, seed: int) -> Source:
     exponents = np.arange(len(counts)) / max(len(counts) - 1, 1)
     wanted = np.maximum((counts.max() * (1 / ratio) ** exponents).astype(np.int64), 1)
     entropy = [seed, 1 + len(_SPLIT_TITLES)]
-    smaller = _draw_per_class(train, train.labels, range(len(counts)), wanted, entropy)
-    warn_once(f"data.long_tail: {len(smaller)} of the {len(train)} training images are used")
-    return dataclasses.replace(source, splits={**source.splits, "train": smaller})
+    chosen = _draw_per_class(train, train.labels, range(len(counts)), wanted, entropy)
+    warn_once(f"data.long_tail: {len(chosen)} of the {len(train)} training images are used")
+    return source.shrink("train", chosen)
 
 
 def _draw_per_class(
@@ -189,7 +188,7 @@ def _draw_per_class(
     classes: Iterable[int],
     num_wanted: np.ndarray,
     entropy: list[int],
-) -> Split:
+) -> np.ndarray:
     """Draw a random subset of a split with a maximum number of images per class.
 
     Args:
@@ -197,6 +196,7 @@ def _draw_per_class(
         classes: classes to draw from.
         num_wanted: maximum images of each of these classes.
         entropy: seeds of PCG64.
+    Returns: the indices of the drawn images, in order.
     """
     draws = split.random_draws(entropy)
     chosen = [
@@ -204,7 +204,7 @@ def _draw_per_class(
         for label, count in zip(classes, num_wanted, strict=True)
         for members in [np.flatnonzero(labels == label)]
     ]
-    return split.subset(np.sort(np.concatenate(chosen)))
+    return np.sort(np.concatenate(chosen))
 
 
 def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Source:
@@ -245,7 +245,7 @@ def hold_out_validation(source: Source, val_fraction: float, seed: int) -> Sourc
             "validation; add images, or train without validation (data.val_fraction=0)",
             code="data.too_few_images",
         )
-    val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val")
+    val = dataclasses.replace(train.subset(np.flatnonzero(in_val)), name="val", origin="train")
     if isinstance(val.images, StreamedImages):
         _warn_scattered_validation(source.name, val, val.images)
     splits = {**source.splits, "train": train.subset(np.flatnonzero(~in_val)), "val": val}

@@ -129,14 +129,10 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
         recipe: the recipe of the run.
         record: the content of run.json.
     """
-    section, splits = recipe.data, dict(record.get("split_fingerprints", {}))
-    if section.split_seed is None:  # then run.seed draws the subsets and the validation split
-        drawn = {"train", "val"} | ({"test"} if section.num_test else set())
-        splits = {name: value for name, value in splits.items() if name not in drawn}
-        if section.num_train or section.num_val or section.long_tail:
-            splits["source images"] = record.get("source_images")
-        else:
-            splits["train and val"] = record.get("train_val_fingerprint")
+    splits = record.get("split_fingerprints", {})
+    # Without data.split_seed, run.seed draws the subsets and the validation split.
+    if recipe.data.split_seed is None and (whole := record.get("whole_fingerprints")):
+        splits = {**whole, "classes": splits.get("classes")}
     return {
         "recipe": training_keys_without_seed(recipe),
         "data": splits,

@@ -13,6 +13,7 @@ from small_datasets import class_counts, write_image_folder, write_parquet
 
 from finetune.data.leakage import find_leakage
 from finetune.data.open_source import open_source
+from finetune.data.source import Source
 from finetune.data.splits import (
     hold_out_validation,
     make_long_tailed,
@@ -54,14 +55,32 @@ def test_hold_out_validation_is_determined_by_the_seed() -> None:
     assert rows(0)[:6] == [2, 3, 11, 13, 20, 55]
 
 
-def test_train_val_fingerprint_does_not_depend_on_the_seed() -> None:
-    source = open_source("embedded:digits")
-    first, second = (hold_out_validation(source, 0.2, seed) for seed in (0, 1))
-    assert first.splits["val"].fingerprint != second.splits["val"].fingerprint
-    assert first.train_val_fingerprint() == second.train_val_fingerprint()
-    labels = first.splits["val"].labels
-    labels[:2] = labels[[1, 0]]
-    assert first.train_val_fingerprint() != second.train_val_fingerprint()
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("merged", [False, True])
+def test_whole_fingerprints_do_not_depend_on_the_seed(
+    tmp_path: Path, streaming: bool, merged: bool
+) -> None:
+    for name in ("train", "test", *(["val"] if merged else [])):
+        write_parquet(tmp_path / f"{name}.parquet", [0, 1] * 20)
+    source = open_source(f"parquet:{tmp_path}", streaming=streaming)
+    source = merge_val(source) if merged else source
+    whole = source.whole_fingerprints()
+    assert whole == {name: split.fingerprint for name, split in source.splits.items()}
+
+    def draw(seed: int) -> Source:
+        drawn = subsample(subsample(source, "test", 20, seed), "train", 30, seed)
+        drawn = subsample(hold_out_validation(drawn, 0.4, seed), "val", 6, seed)
+        return make_long_tailed(drawn, 4.0, seed)
+
+    first, second = draw(0), draw(1)
+    for name, split in first.splits.items():
+        assert split.fingerprint != second.splits[name].fingerprint
+    assert first.whole_fingerprints() == second.whole_fingerprints() == whole
+    first.unused[0].labels[0] += 5  # an image of test that is not used
+    second.splits["val"].labels[0] += 5  # held out of train
+    changed = [part.whole_fingerprints() for part in (first, second)]
+    assert [part["train"] == whole["train"] for part in changed] == [True, False]
+    assert [part["test"] == whole["test"] for part in changed] == [False, True]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -59,12 +59,12 @@ class TestGroupByRecipe:
         [
             ("split_seed=null", {"weights_sha256": "b"}, 2),
             ("split_seed=null", {"split_fingerprints": {"train": "b", "test": "a"}}, 1),
-            ("split_seed=null", {"train_val_fingerprint": "b"}, 2),
-            ("split_seed=null", {"split_fingerprints": {"train": "a", "test": "b"}}, 2),
+            ("split_seed=null", {"whole_fingerprints": {"train": "b", "test": "a"}}, 2),
+            ("split_seed=null", {"whole_fingerprints": {"train": "a", "test": "b"}}, 2),
             ("split_seed=0", {"split_fingerprints": {"train": "b", "test": "a"}}, 2),
             ("num_test=20", {"split_fingerprints": {"train": "b", "test": "b"}}, 1),
-            ("num_train=200", {"train_val_fingerprint": "b"}, 1),
-            ("num_train=200", {"source_images": {"train": 9}}, 2),
+            ("num_train=200", {"whole_fingerprints": {"train": "b", "test": "a"}}, 2),
+            ("num_test=20", {"split_fingerprints": {"classes": "b"}}, 2),
             ("split_seed=0", {"network": {"num_heads": 1}}, 2),
             ("split_seed=0", {"teacher": {"sha256": "a", "config_sha256": "b"}}, 2),
         ],
@@ -74,9 +74,8 @@ class TestGroupByRecipe:
     ) -> None:
         same = {
             "split_fingerprints": {"train": "a", "test": "a"},
-            "train_val_fingerprint": "a",
+            "whole_fingerprints": {"train": "a", "test": "a"},
             "weights_sha256": "a",
-            "source_images": {"train": 8},
             "network": {"num_heads": 3},
             "teacher": {"sha256": "a", "config_sha256": "a"},
         }

@@ -22,6 +22,7 @@ __all__ = [
     "DESCRIPTION_FILES",
     "add_checksums",
     "add_description_checksums",
+    "json_sha256",
     "read_checksums",
     "verify_checksum",
     "verify_model_folder",
@@ -153,10 +154,14 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
         verify_checksum(name, sha256, checksums, source=source)
 
 
+def json_sha256(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of a JSON object in a fixed layout."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _config_sha256(content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
-    """Hash the content of a config.json, with `files` as its checksums, in a fixed layout."""
-    text = json.dumps({**content, "checksums": files}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Hash the content of a config.json, with `files` as its checksums."""
+    return json_sha256({**content, "checksums": files})
 
 
 def _weights_sha256_of_run(folder: Path) -> Any:

@@ -65,7 +65,9 @@ from finetune.files import explain_disk_errors, file_sha256
 from finetune.formatting import format_bytes, pluralize
 from finetune.inference import Classifier, eval_pipeline_and_class_names
 from finetune.log import logger
+from finetune.model_checksums import json_sha256
 from finetune.models.build import build_model
+from finetune.models.exported import CERTIFICATE
 from finetune.models.save import BuiltModel
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
 from finetune.run.environment import package_versions
@@ -80,7 +82,6 @@ TOLERANCE = 1e-3
 NUM_COMPARED_IMAGES = 16
 BATCH_SIZES = (1, 2, 5, NUM_COMPARED_IMAGES)
 _RECORDED_PACKAGES = ("finetune", "torch", "timm", "onnx", "onnxscript", "onnxruntime")
-_CERTIFICATE = "certificate.json"
 _FALLBACK_SOURCE = "embedded:digits"
 
 
@@ -129,7 +130,7 @@ def export_model(
         model, precision, max_drop=max_drop, format=format, preprocessing=preprocessing
     )
     target = resolve_output_path(model, format, out, preprocessing=preprocessing)
-    record_name = _CERTIFICATE if preprocessing else f"{target.name}.json"
+    record_name = CERTIFICATE if preprocessing else f"{target.name}.json"
     _check_not_foreign(target, record_name)
     require_packages(format)
     versions = check_runtimes(
@@ -191,7 +192,14 @@ def export_model(
         record = {**metadata, "export": result}
         if module is not None:
             kept = {key: metadata[key] for key in ("source", "license", "versions")}
-            record = {**kept, "classes": class_names, "export": result}
+            calibration = {"temperature": built.temperature, "thresholds": built.thresholds}
+            record = {
+                **kept,
+                "classes": class_names,
+                "calibration": calibration,
+                "export": result,
+            }
+        record["checksum"] = json_sha256(record)
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         (path.parent / record_name).write_text(text, encoding="utf-8")
         _move_into_place(path.parent, target, record_name)

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from finetune.errors import RecipeError, SetupError, WeightsError, install_hint, root_cause_message
-from finetune.files import file_sha256
+from finetune.files import file_sha256, read_untrusted_json
+from finetune.model_checksums import json_sha256
 from finetune.models.build import build_model
 from finetune.models.save import BuiltModel
 from finetune.models.weights.timm_config import validate_config
@@ -24,7 +25,16 @@ from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing import Preprocessing
 from finetune.transforms.ragged import RaggedBatch
 
-__all__ = ["ExportedPipeline", "check_is_changeable", "load_model", "open_onnx_session"]
+__all__ = [
+    "CERTIFICATE",
+    "ExportedPipeline",
+    "check_is_changeable",
+    "load_model",
+    "open_onnx_session",
+    "read_export_record",
+]
+
+CERTIFICATE = "certificate.json"  # the record of an export with preprocessing
 
 
 class _Preprocessing(BaseModel):
@@ -44,6 +54,64 @@ class _Export(BaseModel):
     temperature: PositiveFloat | None = None
     thresholds: list[float] | None = None
     source: dict[str, Any] = {}
+
+
+class _Files(BaseModel):
+    sha256: dict[str, str]  # by file name
+
+
+class _Record(BaseModel):
+    """The checked part of NAME.onnx.json."""
+
+    export: _Files
+    checksum: str  # sha256 of all other entries
+
+
+class _Agreement(BaseModel):
+    top1_agreement: NonNegativeFloat
+    max_difference: NonNegativeFloat
+    latency_ms: NonNegativeFloat
+
+
+class _RuntimeAgreement(_Agreement):
+    version: str
+
+
+class _Reduced(BaseModel):
+    precision: str
+    accuracy: NonNegativeFloat
+    accuracy_float: NonNegativeFloat
+    num_validation_images: PositiveInt
+
+
+class _CertifiedFiles(_Files, _Agreement):
+    bytes: PositiveInt
+    num_images: PositiveInt
+    num_sizes: PositiveInt
+    runtimes: dict[str, _RuntimeAgreement]
+    reduced: _Reduced | None = None
+
+
+class _Source(BaseModel):
+    sha256: str | None
+
+
+class _Calibration(BaseModel):
+    temperature: float | None
+    thresholds: list[float] | None
+
+
+class _Versions(BaseModel):
+    onnxruntime: str
+
+
+class _Certificate(_Record):
+    """The checked part of certificate.json."""
+
+    export: _CertifiedFiles
+    source: _Source
+    calibration: _Calibration
+    versions: _Versions
 
 
 def load_model(name: str) -> BuiltModel:
@@ -206,48 +274,59 @@ def _open_export(path: Path, name: str) -> BuiltModel:
     )
 
 
-def _check_certificate(path: Path, name: str) -> None:
-    """Raise WeightsError if certificate.json beside an export has the sha256 of another file."""
-    certificate = path.with_name("certificate.json")
-    if not certificate.is_file():
-        return
-    expected = json.loads(certificate.read_bytes())["export"]["sha256"].get(path.name)
-    if expected not in (None, file_sha256(path)):
+def read_export_record(path: Path, model: Path) -> dict[str, Any] | None:
+    """Read the JSON file next to an exported file: certificate.json, or NAME.onnx.json.
+
+    Args:
+        path: the JSON file.
+        model: the exported file.
+    Returns: its content; None for the certificate of a file with another name.
+    Raises: WeightsError if it is damaged or was changed, or `model` is not the exported file.
+    """
+    content = read_untrusted_json(path, str(path))
+    is_certificate = path.name == CERTIFICATE
+    record = validate_config(_Certificate if is_certificate else _Record, content, str(path))
+    if json_sha256({k: v for k, v in content.items() if k != "checksum"}) != record.checksum:
         raise WeightsError(
-            f"{name}: the file was changed after its export: {certificate.name} has another "
-            "sha256; restore it from a copy, or export the model again",
+            f"{path}: was changed after the export (its checksum differs); restore it from a copy, "
+            "or export the model again",
             code="weights.damaged",
         )
+    expected = record.export.sha256
+    if is_certificate and model.name not in expected:
+        return None
+    files = [file for file in (model, model.with_name(f"{model.name}.data")) if file.is_file()]
+    if not {file_sha256(file) for file in files} <= {*expected.values()}:
+        raise WeightsError(
+            f"{path}: describes another file than {model}, or the file was changed after its "
+            "export; restore it from a copy, or export the model again",
+            code="weights.damaged",
+        )
+    return dict(content)
 
 
 def _read_description(session: Any, path: Path, name: str) -> dict[str, Any]:
     """Read the metadata of an export, or the JSON file of one without preprocessing."""
     metadata = session.get_modelmeta().custom_metadata_map
     record = path.with_name(f"{path.name}.json")
-    try:
-        if "classes" in metadata:
-            _check_certificate(path, name)
+    if "classes" in metadata:
+        if (certificate := path.with_name(CERTIFICATE)).is_file():
+            read_export_record(certificate, path)
+        try:
             # other tools add metadata of their own
             keys = _Export.model_fields.keys() & metadata.keys()
             return {key: json.loads(metadata[key]) for key in keys}
-        content = json.loads(record.read_bytes())
-        described = content["export"]["sha256"].values()
-        content["classes"] = content["class_names"]
-    except FileNotFoundError:
+        except ValueError as error:
+            raise WeightsError(
+                f"{name}: its metadata cannot be read ({root_cause_message(error)}); export the "
+                "model again",
+                code="weights.damaged",
+            ) from error
+    if not record.is_file():
         raise WeightsError(
             f"{name}: not from finetune export: its metadata has no classes, and {record.name} "
             "does not exist; export a model first",
             code="weights.wrong_format",
-        ) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise WeightsError(
-            f"{name}: its metadata cannot be read ({root_cause_message(error)}); export the model "
-            "again",
-            code="weights.damaged",
-        ) from error
-    if file_sha256(path) not in described:
-        raise WeightsError(
-            f"{record}: describes another file than {path.name}; export the model again",
-            code="weights.damaged",
         )
-    return dict(content)
+    content = read_export_record(record, path) or {}
+    return {**content, "classes": content.get("class_names")}

@@ -16,9 +16,11 @@ from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError, WeightsError
 from finetune.evaluation.confusion import parse_confusion_matrix
-from finetune.files import file_sha256
+from finetune.files import file_sha256, read_untrusted_json
 from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
+from finetune.models.exported import CERTIFICATE, read_export_record
 from finetune.models.lora import ADAPTER_FILES
+from finetune.models.weights.timm_config import HubConfig, validate_config
 from finetune.publish.model_card import CardContent, render_adapter_card, render_card
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, format_json, resume_command
@@ -41,7 +43,7 @@ MODEL_FILES = ("config.json", "model.safetensors")
 # The files of model/ that a push sends, besides those of an adapter.
 PUBLISHED_FILES = (*MODEL_FILES, "README.md", *DESCRIPTION_FILES)
 # What `finetune export RUN --out RUN/model` writes; a push sends these too.
-EXPORT_FILES = ("model.onnx", "certificate.json")
+EXPORT_FILES = ("model.onnx", CERTIFICATE)
 # The files of model/adapter that a push of the adapter sends.
 PUBLISHED_ADAPTER_FILES = (*ADAPTER_FILES, "README.md")
 
@@ -124,22 +126,29 @@ def _write_data_and_collect_card(
 def read_certificate(folder: Path) -> dict[str, Any] | None:
     """Return the certificate of the exported model in a model folder; None if there is none.
 
-    Raises: WeightsError if it is damaged, or describes other weights or another exported model.
+    Raises: WeightsError if it is damaged, or describes another exported model, other weights, or a
+        temperature or thresholds that config.json no longer has.
     """
     if not all((folder / name).is_file() for name in EXPORT_FILES):
         return None
     model, path = (folder / name for name in EXPORT_FILES)
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-        described = content["source"]["sha256"], content["export"]["sha256"][model.name]
-    except (ValueError, KeyError, TypeError):
-        described = ("", "")
-    if described != (file_sha256(folder / MODEL_FILES[1]), file_sha256(model)):
+    content = read_export_record(path, model)
+    if content is None or content["source"]["sha256"] != file_sha256(folder / MODEL_FILES[1]):
         raise WeightsError(
             f"{path}: does not describe {model.name} and {MODEL_FILES[1]} next to it; export "
             "again, or remove both",
             code="weights.damaged",
         )
+    path = folder / MODEL_FILES[0]
+    config = validate_config(HubConfig, read_untrusted_json(path, str(path)), str(path))
+    fitted = config.calibration or {}
+    for key, exported in content["calibration"].items():
+        if fitted.get(key) != exported:
+            raise WeightsError(
+                f"{model}: was exported with {key} {exported}, but config.json now has "
+                f"{fitted.get(key)}; export again, or remove {' and '.join(EXPORT_FILES)}",
+                code="weights.damaged",
+            )
     return content
 
 

@@ -192,7 +192,7 @@ def test_foreign_and_damaged_files_are_refused(
     with refused("weights.damaged", "net.onnx.json", "another file"):
         Classifier.load(foreign)
     (tmp_path / "net.onnx.json").write_text("{")
-    with refused("weights.damaged", foreign):
+    with refused("weights.damaged", "net.onnx.json"):
         Classifier.load(foreign)
     foreign.write_bytes(good.read_bytes()[:5000])
     with refused("weights.damaged", foreign, "ONNX Runtime"):
@@ -232,6 +232,24 @@ def test_file_that_was_changed_after_its_export_is_refused(
     onnx.save(model, folder / "model.onnx")
     with refused("weights.damaged", folder / "model.onnx", "certificate.json"):
         Classifier.load(folder / "model.onnx")
+
+
+@pytest.mark.parametrize("key", ["class_names", "temperature", "checksum"])
+def test_changed_json_of_an_export_is_refused(
+    key: str, exports: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = exports("multiclass", preprocessing=False)
+    folder = shutil.copytree(source.parent, tmp_path / "export")
+    record = folder / f"{source.name}.json"
+    content = json.loads(record.read_text())
+    changed = {"class_names": content["class_names"][::-1], "temperature": 3.0, "checksum": "0"}
+    record.write_text(json.dumps({**content, key: changed[key]}))
+    with refused("weights.damaged", record, "was changed after the export"):
+        Classifier.load(folder / source.name)
+    del content["checksum"]
+    record.write_text(json.dumps(content))
+    with refused("weights.wrong_config", record, "checksum"):
+        Classifier.load(folder / source.name)
 
 
 def test_missing_onnxruntime_is_named(

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_runs import disable_report_and_plots
@@ -16,7 +17,7 @@ from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.files import file_sha256
-from finetune.model_checksums import verify_model_folder
+from finetune.model_checksums import json_sha256, verify_model_folder
 from finetune.publish.artifacts import (
     EXPORT_FILES,
     PUBLISHED_FILES,
@@ -230,15 +231,38 @@ def test_exported_model_is_kept_and_described(runs: Path, tmp_path: Path) -> Non
     model.write_bytes(b"exported")
     figures = {"top1_agreement": 1.0, "max_difference": 0.0, "latency_ms": 1.0, "runtimes": {}}
     figures |= {"bytes": 8, "num_images": 48, "num_sizes": 11}
+    config = json.loads((run.model_folder / "config.json").read_text())
+    fitted = config["calibration"]["temperature"]
     content = {
         "source": {"sha256": file_sha256(run.model_folder / "model.safetensors")},
         "versions": {"onnxruntime": "1.32.0"},
+        "calibration": {"temperature": fitted, "thresholds": None},
         "export": {**figures, "sha256": {"model.onnx": file_sha256(model)}},
     }
-    certificate.write_text(json.dumps(content))
+
+    def write_certificate(checksum: str | None = None, **changes: Any) -> None:
+        changed = {**content, **changes}
+        changed["checksum"] = checksum or json_sha256(changed)
+        certificate.write_text(json.dumps(changed))
+
+    write_certificate()
     rewrite_artifacts(run)
     assert model.read_bytes() == b"exported"
     assert "48 images of 11 sizes" in (run.model_folder / "README.md").read_text()
-    model.write_bytes(b"another")
+    better = {**content["export"], "latency_ms": 0.001}
+    write_certificate(checksum=json_sha256(content), export=better)
+    with refused("weights.damaged", "certificate.json", "was changed after the export"):
+        rewrite_artifacts(run)
+    write_certificate(export={**better, "latency_ms": "fast"})
+    with refused("weights.wrong_config", "certificate.json", "export.latency_ms"):
+        rewrite_artifacts(run)
+    write_certificate(source={"sha256": "0" * 64})
     with refused("weights.damaged", "certificate.json", "export again"):
+        rewrite_artifacts(run)
+    write_certificate(calibration={"temperature": fitted / 2, "thresholds": None})
+    with refused("weights.damaged", "temperature", fitted / 2, fitted, "export again"):
+        rewrite_artifacts(run)
+    write_certificate()
+    model.write_bytes(b"another")
+    with refused("weights.damaged", "certificate.json", "another file than", "model.onnx"):
         rewrite_artifacts(run)

@@ -77,6 +77,7 @@ __all__ = [
     "format_evaluation",
     "open_evaluation_data",
     "prepare_evaluation",
+    "warn_if_changed",
     "warn_of_training_images",
     "write_evaluation",
 ]
@@ -245,12 +246,7 @@ def open_evaluation_data(
     source, name = _open_split(
         section, split, seed=seed, is_training_data=is_training_data, log_split=is_main
     )
-    data_changed = is_training_data and _has_changed(model, source.splits[name])
-    if data_changed and is_main:
-        logger.warning(
-            f"{section.source}: images or labels of '{name}' have changed since the run {model}; "
-            "the metrics in its results.json are those of the old images and labels"
-        )
+    data_changed = is_training_data and warn_if_changed(model, source, name, is_main=is_main)
     return source, name, data_changed
 
 
@@ -335,10 +331,23 @@ def _warn_if_results_changed(run: str) -> None:
         logger.warning(str(error))
 
 
-def _has_changed(run: str, split: Split) -> bool:
-    """True if a split of the training data differs from the one that the run recorded."""
+def warn_if_changed(run: str, source: Source, split: str, *, is_main: bool = True) -> bool:
+    """Warn if a split of a run's own data is not the one that the run recorded.
+
+    Args:
+        source: the run's own data.
+        is_main: False to warn in another process.
+    Returns: True if it has changed.
+    """
+    fingerprint = source.splits[split].fingerprint
     recorded = read_record(RunDir(run)).get("split_fingerprints", {})
-    return recorded.get(split.name, split.fingerprint) != split.fingerprint
+    has_changed = recorded.get(split, fingerprint) != fingerprint
+    if has_changed and is_main:
+        logger.warning(
+            f"{source.name}: images or labels of '{split}' have changed since the run {run}; the "
+            "metrics in its results.json are those of the old images and labels"
+        )
+    return has_changed
 
 
 def check_split_name(split: str | None, choices: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from finetune.commands.evaluate import warn_if_changed, warn_of_training_images
 from finetune.commands.export_formats import ExportedModel, load_exported
 from finetune.commands.quantize_onnx import Int8Quantizer, convert_to_fp16
 from finetune.data.from_recipe import open_data
@@ -71,7 +72,7 @@ class ReducedPrecision:
 def open_reduced_precision(
     model: str, kind: str, *, max_drop: float, format: str, preprocessing: bool
 ) -> ReducedPrecision:
-    """Open the training and validation images of a run.
+    """Open the training and validation images of a run; warn if they are not fit to measure on.
 
     Raises: RecipeError if the options or the model do not allow a reduced precision; DataError
         without validation images.
@@ -88,13 +89,16 @@ def open_reduced_precision(
         )
     if problem or recipe is None:
         raise RecipeError(f"--{kind}: {problem}", code="recipe.conflict")
-    splits = open_data(recipe.data, recipe.run.seed).splits
+    source = open_data(recipe.data, recipe.run.seed)
+    splits = source.splits
     if "val" not in splits:
         raise DataError(
             f"--{kind}: {recipe.data.source} has no validation images to measure the accuracy on; "
             "train with data.val_fraction above 0",
             code="data.no_split",
         )
+    warn_if_changed(model, source, "val")
+    warn_of_training_images(model, recipe, source, "val")
     train, validation = splits["train"], splits["val"]
     count = min(len(train), _NUM_CALIBRATION_IMAGES)
     chosen = np.random.default_rng(0).permutation(len(validation))[:_MAX_VALIDATION_IMAGES]

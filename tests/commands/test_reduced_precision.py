@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from recipe_texts import tiny_recipe_text
 from refusals import refused
+from small_datasets import write_image_folder
 
 from finetune.commands.export import export_model, format_export
+from finetune.commands.reduced_precision import open_reduced_precision
 from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.models.build import build_model
@@ -225,3 +229,25 @@ def test_run_without_validation_images_is_refused(digits_run: Path, tmp_path: Pa
     with refused("data.no_split", "--int8", "val_fraction"):
         export_model(str(run), out=str(tmp_path / "out"), precision="int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_unfit_validation_images_are_reported(
+    tmp_path: Path, no_plots: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_image_folder(
+        tmp_path / "data", {f"{split}/{name}": 4 for split in ("train", "val") for name in "ab"}
+    )
+    shutil.copy(tmp_path / "data/train/a/0.png", tmp_path / "data/val/a/copy.png")
+    train(parse_recipe(tiny_recipe_text(source=source)), out=tmp_path / "run")
+
+    def open_validation() -> str:
+        capsys.readouterr()
+        options = {"max_drop": 0.5, "format": "onnx", "preprocessing": True}
+        open_reduced_precision(str(tmp_path / "run"), "int8", **options)
+        return capsys.readouterr().err
+
+    assert "1 of 9 images are copies of train images" in (said := open_validation())
+    assert "have changed" not in said
+    shutil.copy(tmp_path / "data/train/b/0.png", tmp_path / "data/val/b/0.png")
+    assert "images or labels of 'val' have changed" in (said := open_validation())
+    assert "2 of 9 images are copies of train images" in said

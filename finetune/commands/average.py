@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from finetune.commands.evaluate import warn_of_training_images
 from finetune.data.decisions import split_decisions
+from finetune.data.source import Source
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
 from finetune.files import file_sha256, make_writable_folder
 from finetune.formatting import pluralize
-from finetune.log import warn_once
 from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
 from finetune.models.save import save_model
@@ -87,9 +88,6 @@ def average_runs(
     members = [_load_run(run) for run in runs]
     for member in members[1:]:
         _check_compatible(members[0], member)
-    for member in members:
-        for warning in member.record.get("leakage", []):
-            warn_once(f"{member.run.path}: {warning}")
     first, folder = members[0], Path(out)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SetupError(
@@ -98,6 +96,8 @@ def average_runs(
         )
     make_writable_folder(folder.parent, option="--out")
     accelerator, setup = _open_first_run(first)
+    names = [member.run.path.resolve().name for member in members]
+    leaks = _find_leaks(members, names, setup.source) if accelerator.is_main_process else []
     network = setup.built.model
     pretrained_state = {k: v.clone() for k, v in network.state_dict().items()}
     network.to(accelerator.device)
@@ -128,7 +128,6 @@ def average_runs(
         evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
         evaluator.evaluate(network, batch_size=batch_size, progress=True)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
-    names = [member.run.path.resolve().name for member in members]
     results["average"] = {
         **{"kind": kind, "runs": names, "tried": tried, "chosen": chosen},
         "members": [
@@ -143,7 +142,7 @@ def average_runs(
     }
     run_on_main(
         accelerator,
-        lambda: _write_model_folder(folder, first, setup, state, results, validation_scores),
+        lambda: _write_model_folder(folder, first, setup, state, results, validation_scores, leaks),
     )
     return {"folder": out, **results["average"], **results}
 
@@ -365,6 +364,17 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
         )
 
 
+def _find_leaks(members: Sequence[_LoadedRun], names: Sequence[str], source: Source) -> list[str]:
+    """Warn of evaluated images that a run was trained on. Returns: the leaks, for the card."""
+    return [
+        f"{name}: {leak}" if len(members) > 1 else leak
+        for name, member in zip(names, members, strict=True)
+        for split in ("val", "test")
+        if split in source.splits
+        for leak in warn_of_training_images(str(member.run.path), member.recipe, source, split)
+    ]
+
+
 def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> None:
     """Raise if the data or weights have changed since the run, or the run has no val split."""
     if "val" not in setup.source.splits:
@@ -391,6 +401,7 @@ def _write_model_folder(
     state: StateDict,
     results: dict[str, Any],
     validation_scores: dict[str, Any] | None,
+    leaks: list[str],
 ) -> None:
     """Write the model folder atomically."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".average.") as temporary:
@@ -409,7 +420,7 @@ def _write_model_folder(
         )
         # safetensors writes its file with mode 0600
         shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")
-        write_averaged_artifacts(model_folder, first.run, results)
+        write_averaged_artifacts(model_folder, first.run, results, leaks=leaks)
         if folder.is_dir():
             folder.rmdir()
         model_folder.rename(folder)

@@ -287,40 +287,43 @@ def prepare_evaluation(
     return network, loader, class_names
 
 
-def warn_of_training_images(model: str, recipe: Recipe | None, source: Source, split: str) -> None:
+def warn_of_training_images(
+    model: str, recipe: Recipe | None, source: Source, split: str
+) -> list[str]:
     """Warn if a run was trained on some of the images, so that its metrics are too high.
 
     Args:
         recipe: recipe of the run if the model is a run directory, else None.
+    Returns: the leaks that were found.
     """
+    if recipe is None:
+        return []
     images = source.splits[split]
-    if recipe is None or images.is_streamed:
-        return
     record = read_record(RunDir(model))
     recorded = record.get("split_fingerprints", {})
     is_own_data = redact_urls(source.name) == recipe.data.source
     if is_own_data and (split == "train" or recorded.get(split) == images.fingerprint):
-        for warning in record.get("leakage", []):
-            if warning.startswith(f"split '{split}'"):
-                logger.warning(f"{model}: {warning}")
-        return
-    try:
-        train = open_data(recipe.data, recipe.run.seed).splits["train"]
-    except FinetuneError:
-        logger.warning(
-            f"{model}: its training images cannot be opened here ({recipe.data.source}), so copies "
-            f"of them in '{split}' are not found"
-        )
-        return
-    if recorded.get("train", train.fingerprint) != train.fingerprint:
-        logger.warning(
-            f"{model}: its training images have changed since the run ({recipe.data.source}), so "
-            f"copies of the old ones in '{split}' are not found"
-        )
-    for warning in find_leakage(
-        dataclasses.replace(source, splits={"train": train, "test": images})
-    ):
-        logger.warning(f"{model}: {warning}")
+        leaks = [leak for leak in record.get("leakage", []) if leak.startswith(f"split '{split}'")]
+    elif images.is_streamed:
+        return []
+    else:
+        try:
+            train = open_data(recipe.data, recipe.run.seed).splits["train"]
+        except FinetuneError:
+            logger.warning(
+                f"{model}: its training images cannot be opened here ({recipe.data.source}), so "
+                f"copies of them in '{split}' are not found"
+            )
+            return []
+        if recorded.get("train", train.fingerprint) != train.fingerprint:
+            logger.warning(
+                f"{model}: its training images have changed since the run ({recipe.data.source}), "
+                f"so copies of the old ones in '{split}' are not found"
+            )
+        leaks = find_leakage(dataclasses.replace(source, splits={"train": train, "test": images}))
+    for leak in leaks:
+        logger.warning(f"{model}: {leak}")
+    return leaks
 
 
 def _warn_if_results_changed(run: str) -> None:

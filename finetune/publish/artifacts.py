@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,19 @@ def write_artifacts(
         (folder / "adapter" / "README.md").write_text(text, encoding="utf-8")
 
 
-def write_averaged_artifacts(folder: Path, run: RunDir, results: Mapping[str, Any]) -> None:
+def write_averaged_artifacts(
+    folder: Path, run: RunDir, results: Mapping[str, Any], *, leaks: Sequence[str]
+) -> None:
     """Write card, recipe and results next to averaged weights.
 
     Args:
         folder: the folder of config.json and model.safetensors.
         run: the first of the averaged runs.
         results: metrics of the averaged weights, with the key "average", see `average_runs`.
+        leaks: leaks of all averaged runs, for the card.
     """
-    recipe = read_recipe(run)
-    card = render_card(_write_data_and_collect_card(folder, run, recipe, results))
+    content = _write_data_and_collect_card(folder, run, read_recipe(run), results)
+    card = render_card(replace(content, record={**content.record, "leakage": [*leaks]}))
     add_description_checksums(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 

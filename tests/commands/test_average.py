@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.cli.main import main
+from finetune.commands import evaluate
 from finetune.commands.average import average_runs, interpolate_weights, mean_weights
 from finetune.commands.evaluate import evaluate_model
 from finetune.files import file_sha256
@@ -255,6 +257,21 @@ def test_leaks_of_a_run_are_named(runs: Path, tmp_path: Path) -> None:
     with logged() as messages:
         average_runs([str(path.parent)], alphas=[0.5], out=str(tmp_path / "out"))
     assert f"{path.parent}: {leak}" in messages
+    average_runs([str(runs / "b"), str(path.parent)], out=str(tmp_path / "soup"))
+    assert f"> **Leak:** a: {leak}" in (tmp_path / "soup" / "README.md").read_text()
+
+
+def test_images_of_a_run_without_test_split_are_searched_for_test_images(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(runs / "b", tmp_path / "b") / "run.json"
+    record = json.loads(path.read_text())
+    del record["split_fingerprints"]["test"]
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr(evaluate, "find_leakage", lambda source: [f"found in {source.name}"])
+    average_runs([str(runs / "a"), str(path.parent)], out=str(tmp_path / "soup"))
+    card = (tmp_path / "soup" / "README.md").read_text()
+    assert re.findall("Leak:.*", card) == ["Leak:** b: found in embedded:digits."]
 
 
 def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class Trial:
         curve: the evaluations so far.
         num_steps: steps of the whole run; 0 before it has started.
         num_images: number of validation images.
+        data_fingerprint: fingerprint of its images and labels; empty before it has started.
         seconds: time spent on it.
         start_seconds: time before the first step, including features and stages.
         step_seconds: time of a step, including evaluations.
@@ -92,6 +93,7 @@ class Trial:
     curve: list[Point] = field(default_factory=list)
     num_steps: int = 0
     num_images: int = 0
+    data_fingerprint: str = ""
     seconds: float = 0.0
     start_seconds: float = 0.0
     step_seconds: float = 0.0

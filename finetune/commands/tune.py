@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from finetune.commands.portfolio import Configuration, build_configurations
 from finetune.commands.start import StartResult, open_new_run, start, write_start_files
@@ -41,6 +41,7 @@ from finetune.commands.successive_halving import (
 )
 from finetune.errors import (
     CheckpointError,
+    DataError,
     DivergedError,
     Interrupted,
     Paused,
@@ -52,12 +53,13 @@ from finetune.errors import (
 )
 from finetune.formatting import format_duration, format_percent, pluralize
 from finetune.log import logger
+from finetune.model_checksums import json_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
 from finetune.report.search_page import write_search_page
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
-from finetune.run.integrity import read_regular_file, remove_path
+from finetune.run.integrity import load_json, remove_path
 from finetune.run.record import read_record
 from finetune.training.train import train
 
@@ -167,11 +169,15 @@ def _check_same_search(
 
 @dataclass
 class Progress:
-    """What a run has reached: all its steps, its validation images, and its evaluations."""
+    """What a run has reached: all its steps, its validation images, and its evaluations.
+
+    `data_fingerprint` is that of run.json.
+    """
 
     num_steps: int
     num_images: int
     curve: list[Point]
+    data_fingerprint: str
 
 
 TrainUntil = Callable[[Recipe, Path, Callable[[int, int], bool]], Progress]
@@ -183,14 +189,15 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
         train(recipe, folder, resume=True, keep_process_group=True, pause=pause)
     gc.collect()  # the memory of the network, before the next one is built
     run = RunDir(folder)
-    plan = read_record(run)["plan"]
+    record = read_record(run)
+    plan = record["plan"]
     metric = "map" if recipe.data.task == "multilabel" else "top1"
     curve = [
         Point(line["step"], line.get(metric) or 0.0, line["loss"])
         for line in run.read_metrics()
         if line["split"] == "val"
     ]
-    return Progress(plan["steps"], plan["images"]["val"], curve)
+    return Progress(plan["steps"], plan["images"]["val"], curve, record["data_fingerprint"])
 
 
 def make_search(
@@ -253,11 +260,14 @@ def read_search(folder: Path) -> Search:
     """Read the search of a folder. Raises: CheckpointError if its record is damaged."""
     path = folder / SEARCH_FILE
     try:
-        search = _SEARCH.validate_json(read_regular_file(path))
+        content = load_json(path)
+        search = _SEARCH.validate_python(content)
+        if content.pop("checksum", None) != json_sha256(content):
+            raise ValueError("it was changed after it was written")
         for name in (*(each.trial for each in search.decisions), search.chosen):
             _ = name and search[name]
         return search
-    except (OSError, KeyError, ValidationError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path}: cannot be read, or is not the record of a search "
             f"({str(error).splitlines()[0]}); restore it from a copy, or search in another --out",
@@ -330,7 +340,8 @@ def _saved_on_interrupt(search: Search, folder: Path) -> Iterator[None]:
 
 
 def _save(search: Search, folder: Path) -> None:
-    RunDir(folder).write_json(SEARCH_FILE, _SEARCH.dump_python(search, mode="json"))
+    content = _SEARCH.dump_python(search, mode="json")
+    RunDir(folder).write_json(SEARCH_FILE, {**content, "checksum": json_sha256(content)})
 
 
 def _remove_checkpoints(folder: Path) -> None:
@@ -340,6 +351,10 @@ def _remove_checkpoints(folder: Path) -> None:
         for name in ("stages", "model"):
             if (folder / name).exists():
                 remove_path(folder / name)
+
+
+def _split_seed(trial: Trial) -> int | None:
+    return parse_recipe(trial.recipe, name=trial.name).data.split_seed
 
 
 class _Session:
@@ -423,13 +438,32 @@ class _Session:
             _save(search, self._folder)
             raise
         else:
+            self._check_same_data(trial, reached.data_fingerprint)
             trial.curve, trial.num_steps = reached.curve, reached.num_steps
             trial.num_images, trial.last_step = reached.num_images, trial.step
+            trial.data_fingerprint = reached.data_fingerprint
         search.used_seconds = self._offset + self._clock()
         seconds = search.used_seconds - decision.used_seconds
         self._measure(trial, times, first_step=first_step, seconds=seconds)
         decision.done = True
         _save(search, self._folder)
+
+    def _check_same_data(self, trial: Trial, fingerprint: str) -> None:
+        """Raise DataError unless a trial has the images of all other trials of its split."""
+        split_seed = _split_seed(trial)
+        for other in self._search.trials:
+            if (
+                other.data_fingerprint not in ("", fingerprint)
+                and _split_seed(other) == split_seed
+            ):
+                folder = self._folder / "trials" / trial.name
+                raise DataError(
+                    f"{self._search.source}: images or labels have changed since trial "
+                    f"{other.name}, so {trial.name} cannot be compared with it; restore them, "
+                    f"remove {folder}, then {resume_command(self._folder)}, or search in another "
+                    "--out",
+                    code="data.changed",
+                )
 
     def _measure(
         self, trial: Trial, times: list[tuple[int, float]], *, first_step: int, seconds: float

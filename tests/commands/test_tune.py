@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Machine:
     fail: dict[str, Exception] = field(default_factory=dict)
     num_images: int = 1000
     start_seconds: float = 2.0
+    data_fingerprint: str = "images"
     now: float = 0.0
     trained: dict[str, list[int]] = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ class Machine:
             Point(each, final * (0.5 + 0.5 * each / num_steps), 1.0)
             for each in range(EPOCH, step + 1, EPOCH)
         ]
-        return Progress(num_steps, self.num_images, curve)
+        return Progress(num_steps, self.num_images, curve, self.data_fingerprint)
 
     def run(self, search: Search, folder: Path) -> Trial:
         return run_search(search, folder, clock=self.clock, train_until=self.train_until)
@@ -288,6 +290,8 @@ class TestKills:
             ('"source"', '"sauce"'),
             ('"chosen": "b"', '"chosen": "x"'),
             ('"name": "c"', '"name": "../c"'),
+            ('"value": 0.9', '"value": 0.99'),
+            ("epochs: 10", "epochs: 40"),
         ],
     )
     def test_a_damaged_record_is_refused(self, tmp_path: Path, old: str, new: str) -> None:
@@ -298,6 +302,16 @@ class TestKills:
         path.write_text(text.replace(old, new), encoding="utf-8")
         with refused("checkpoint.damaged", path):
             read_search(tmp_path)
+
+    def test_trials_of_other_images_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(Killed):
+            Machine(kill_at=140.0).run(make_search(), tmp_path)
+        search = read_search(tmp_path)
+        assert [trial.name for trial in search.trials if trial.data_fingerprint] == ["start", "a"]
+        with refused("data.changed", "photos", "start", tmp_path / "trials" / "b", "--resume"):
+            Machine(data_fingerprint="other").run(search, tmp_path)
+        shutil.rmtree(tmp_path / "trials" / "b")
+        assert Machine({"b": 0.9}).run(read_search(tmp_path), tmp_path).name == "b"
 
     def test_two_searches_in_one_folder_are_refused(self, tmp_path: Path) -> None:
         search = make_search("start a")

@@ -452,10 +452,7 @@ class _Session:
         """Raise DataError unless a trial has the images of all other trials of its split."""
         split_seed = _split_seed(trial)
         for other in self._search.trials:
-            if (
-                other.data_fingerprint not in ("", fingerprint)
-                and _split_seed(other) == split_seed
-            ):
+            if other.data_fingerprint not in ("", fingerprint) and _split_seed(other) == split_seed:
                 folder = self._folder / "trials" / trial.name
                 raise DataError(
                     f"{self._search.source}: images or labels have changed since trial "

@@ -30,6 +30,7 @@ from finetune.formatting import (
 from finetune.recipe.schema import Recipe
 from finetune.run.record import (
     RunRecord,
+    describe_changed_metrics,
     describe_decisions,
     describe_split_decisions,
     describe_teacher,
@@ -415,6 +416,8 @@ def _uncertainty_notes(content: CardContent) -> list[str]:
     """Confidence intervals, and warnings about leaks, too few images or a missing test split."""
     leakage = content.record.get("leakage", [])
     lines = [line for leak in leakage for line in (f"> **Leak:** {_escape_markdown(leak)}.", "")]
+    if changed := describe_changed_metrics(content.record):
+        lines += [f"> **Changed metrics:** {changed}.", ""]
     results = content.results
     ranges, few = [], []
     for split, name in (("test", "test"), ("val", "validation")):

@@ -25,7 +25,12 @@ from finetune.report.run_data import (
     has_too_few_images,
     use_narrow_spaces,
 )
-from finetune.run.record import describe_decisions, describe_split_decisions, describe_teacher
+from finetune.run.record import (
+    describe_changed_metrics,
+    describe_decisions,
+    describe_split_decisions,
+    describe_teacher,
+)
 
 __all__ = [
     "claim_rows",
@@ -371,6 +376,7 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("Teacher sha256", record.get("teacher", {}).get("sha256")))
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
     rows.append(("Leakage", "; ".join(record.get("leakage", ()))))
+    rows.append(("Changed metrics", describe_changed_metrics(record)))
     rows.append(("Command", " ".join(record.get("argv", ()))))
     versions = record.get("versions", {})
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))

@@ -215,9 +215,9 @@ class RunDir:
         return {key: file_sha256(path) for key, path in paths.items() if path.is_file()}
 
     def _has_changed(self, key: str) -> bool:
-        """True if a file differs from its checksum in run.json; False without one."""
-        checksum = self._checksum(key)
-        return checksum is not None and file_sha256(self.path / _CHECKSUM_KEYS[key]) != checksum
+        """True if a file differs from its checksum in run.json, or is missing; False without."""
+        checksum, path = self._checksum(key), self.path / _CHECKSUM_KEYS[key]
+        return checksum is not None and not (path.is_file() and file_sha256(path) == checksum)
 
     def _checksum(self, key: str) -> str | None:
         """Return a checksum of run.json; None without one, as while the run proceeds."""
@@ -237,6 +237,11 @@ class RunDir:
                 f"evaluate again: {resume_command(self.path)}",
                 code="checkpoint.damaged",
             )
+
+    def has_changed_metrics(self) -> bool:
+        """True if metrics.jsonl was changed after the run ended, or before it continued."""
+        record = self.read_json("run.json") or {}
+        return bool(record.get("metrics_changed")) or self._has_changed("metrics_sha256")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -276,10 +281,10 @@ class RunDir:
                 "--out",
                 code="checkpoint.damaged",
             ) from error
-        if self._has_changed("metrics_sha256"):
+        if self.has_changed_metrics():
             warn_once(
-                f"{path}: was changed after the run ended (its sha256 is not the one in run.json); "
-                "curves and claims may be wrong"
+                f"{path}: was changed after the run ended (its sha256 was not the one in "
+                "run.json); curves and claims may be wrong"
             )
         run_id = self._run_id()
         kept = [line for line in lines if line is not None and line.pop("run", run_id) == run_id]

@@ -22,6 +22,7 @@ from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
 __all__ = [
+    "describe_changed_metrics",
     "describe_decisions",
     "describe_split_decisions",
     "describe_teacher",
@@ -81,6 +82,13 @@ def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
             f"{teacher['split']} images"
         )
     return text
+
+
+def describe_changed_metrics(record: Mapping[str, Any]) -> str:
+    """Return a warning if metrics were changed before the run of run.json continued; else ""."""
+    if not record.get("metrics_changed"):
+        return ""
+    return "metrics.jsonl was changed while the run was stopped; curves and claims may be wrong"
 
 
 def read_record(run: RunDir) -> RunRecord:

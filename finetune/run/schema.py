@@ -99,6 +99,7 @@ class RunRecord(TypedDict, total=False):
     model_sha256: str  # sha256 of the weights in model/
     results_sha256: str  # sha256 of results.json when the run ended; missing in older runs
     metrics_sha256: str  # sha256 of metrics.jsonl when the run ended; missing in older runs
+    metrics_changed: bool  # True if metrics.jsonl was changed before the run continued
     training_images_sha256: str  # the same of training_images.json
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded

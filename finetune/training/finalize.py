@@ -27,7 +27,7 @@ from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
-from finetune.run.record import read_record, write_record
+from finetune.run.record import describe_changed_metrics, read_record, write_record
 from finetune.training.accelerator import run_on_main
 from finetune.training.sanity import check_results, raise_if_diverged
 from finetune.training.trainer_state import TrainerState
@@ -132,8 +132,9 @@ def finalize_run(
         results["train"] = train_lines[-1] if train_lines else {}
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
         results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
-        leakage = read_record(run).get("leakage", [])
-        results["warnings"] = [*leakage, *check_results(setup, results, history)]
+        record = read_record(run)
+        noted = filter(None, [*record.get("leakage", []), describe_changed_metrics(record)])
+        results["warnings"] = [*noted, *check_results(setup, results, history)]
         results["command_seconds"] = round(time.perf_counter() - started, 1)
         run.write_json("results.json", results)
         rewrite_artifacts(run, repository=trainer.recipe.run.push_to)

@@ -120,7 +120,10 @@ def start_or_resume(
             )
     # Remove the skipped checkpoints after `start_step`, which would count as the newest.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
-    run.drop_metrics_after(0 if is_branch else start_step)
+    # In a folder that continues, they are dropped once run.json has no checksum of them.
+    if is_branch or not start_step:
+        run.drop_metrics_after(0)
+    metrics_changed = bool(start_step) and source.has_changed_metrics()
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
     # A run that is finished again at the same length has the weights that were pushed.
     is_same_length = not is_branch and _recorded_num_steps(record, setup) == setup.num_steps
@@ -137,6 +140,7 @@ def start_or_resume(
         "weights_sha256": setup.built.provenance.get("sha256"),
         "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
         **cast(RunRecord, _config_entries(setup)),
+        "metrics_changed": metrics_changed,
     }
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
@@ -146,6 +150,8 @@ def start_or_resume(
     write_record(run, record)
     if is_branch and start_step:
         _copy_history(source, run, step=start_step)
+    elif start_step:
+        run.drop_metrics_after(start_step)
     return start_step
 
 

@@ -129,6 +129,12 @@ def test_leaks_are_next_to_the_metrics() -> None:
     assert "Leak" not in render_card(card_content())
 
 
+def test_changed_metrics_are_named() -> None:
+    card = render_card(card_content(record={**card_content().record, "metrics_changed": True}))
+    assert "> **Changed metrics:** metrics.jsonl was changed while the run was stopped;" in card
+    assert "Changed metrics" not in render_card(card_content())
+
+
 def test_metrics_on_few_images_have_confidence_intervals() -> None:
     few_images = {**TEST, "top1": 0.75, "examples": 20}
     many_images = {**TEST, "examples": 1000}

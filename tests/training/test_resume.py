@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked_runs import run_file_hashes
 from huggingface_hub import constants
-from logs import logged, logging_nothing
+from logs import forget_warnings, logged, logging_nothing
 from networks import write_timm_folder
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -21,7 +21,12 @@ from tar_shards import RangeServer, write_tar_shards
 from finetune.files import file_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import load_run_recipe, read_record, write_record
+from finetune.run.record import (
+    describe_changed_metrics,
+    load_run_recipe,
+    read_record,
+    write_record,
+)
 from finetune.training.resume import record_plan, start_or_resume
 from finetune.training.setup import TrainingSetup, build_setup
 
@@ -285,6 +290,32 @@ def test_branch_starts_from_the_newest_common_checkpoint(wsd_run: RunDir) -> Non
         assert start(new, setup, resume=True, branch_from=wsd_run) == step, "it continues itself"
         assert read_record(new)["id"] == record["id"]
     assert run_file_hashes(wsd_run.path) == before
+
+
+@pytest.mark.parametrize("change", ["edited", "removed", None])
+def test_changed_metrics_of_a_run_that_continues_stay_known(
+    wsd_run: RunDir, change: str | None
+) -> None:
+    write_record(wsd_run, {**read_record(wsd_run), **wsd_run.checksums(), "status": "stopped"})
+    path = wsd_run.path / "metrics.jsonl"
+    if change == "edited":
+        path.write_text(path.read_text().replace("16.0", "1.0"))
+    elif change == "removed":
+        path.unlink()
+    new, _ = branch(wsd_run, "longer", "optim.steps=30")
+    for run, steps in ((new, [5, 16]), (wsd_run, [5, 16, 20])):
+        for _ in range(2):
+            start(wsd_run, make_setup(*WSD), resume=True)
+        write_record(run, {**read_record(run), **run.checksums()})
+        forget_warnings()
+        with logged() as messages:
+            read = [line["step"] for line in run.read_metrics()]
+        assert read == ([] if change == "removed" else steps)
+        assert any("was changed" in text for text in messages) == (change is not None)
+        assert bool(describe_changed_metrics(read_record(run))) == (change is not None)
+    shutil.rmtree(wsd_run.checkpoints_folder)
+    start(wsd_run, make_setup(*WSD), resume=True)
+    assert not read_record(wsd_run)["metrics_changed"], "it starts from scratch"
 
 
 def test_branch_skips_damaged_checkpoints(wsd_run: RunDir) -> None:

@@ -34,7 +34,12 @@ __all__ = [
 _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
 )
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+# tokens and keys that have a known form
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}"
+    r"|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}|\bsk-[\w-]{30,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?"
+)
 # An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash.
 _URL_USER_INFO = re.compile(
     r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)|(?<=s3://)[^/\s\"<>@:]+:[^\s\"<>@]+(?=@)"
@@ -45,18 +50,25 @@ _URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*?)(?:\?|[;#](?=[\w.-]*=))[^\s\"<>]*[^
 _MISTYPED_USER_INFO = re.compile(
     r"(?<=\w[:=])[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)"
 )
-# the value of an option, variable or parameter that is named like a secret, such as run.token=
+# the value of an option, variable or parameter that is named like a secret, such as run.token=, but
+# not a placeholder or an expression that reads it
 _SECRET_OPTION = re.compile(
     r"(?i)(\b[\w.-]*(?:token|secret|passw|api_?key|access_?key)[\w.-]*=|[?&;]sig(?:nature)?=)"
+    r"(?!\*\*\*|<[\w -]+>|\{+ *[\w.]+ *\}|(?-i:\$\{?[A-Z_]+\b)|os\.(?:environ|getenv)\b"
+    r"|get_token\()"
     r"[^\s'\"]{7,}[^\s'\":;,.)\]}]"
 )
-# credentials that have a known form: in the query of a URL, or anywhere
-_CREDENTIAL = re.compile(
-    r"(?i:\w://[^\s\"<>]*[?&;#][\w.-]*"
-    r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w)"
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}|\bgithub_pat_\w{30}"
-    r"|\bglpat-[\w-]{20}|\bsk-[\w-]{30}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+# what is masked in messages and must not be published, with its replacement
+_SECRETS = {
+    _TOKEN: "***",
+    _URL_USER_INFO: "***",
+    _MISTYPED_USER_INFO: "***",
+    _SECRET_OPTION: r"\1***",
+}
+# a query that must not be published; messages mask all queries
+_SIGNED_URL = re.compile(
+    r"(?i)\w://[^\s\"<>]*[?&;#][\w.-]*"
+    r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w"
 )
 # messages of the dynamic loader
 _LOADER_OUT_OF_MEMORY = ("failed to map segment", "Cannot allocate memory")
@@ -212,17 +224,19 @@ def redact_secrets(text: str) -> str:
     """Replace tokens and passwords in a text with ***, before it is printed or saved.
 
     Secrets are: the values of environment variables whose name contains TOKEN, SECRET, PASSW,
-    API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; any word
-    that looks like a Hub token; NAME=value with such a name; the user and password of a mistyped
-    URL; and what `redact_urls` replaces.
+    API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; tokens
+    of the Hub and other services, and private keys, by their form; NAME=value with such a name; the
+    user and password of a mistyped URL; and what `redact_urls` replaces.
 
     Args:
         text: a message, a traceback or a command-line argument.
     """
     for secret in sorted(_known_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    text = redact_urls(_HUB_TOKEN.sub("***", text))
-    return _SECRET_OPTION.sub(r"\1***", _MISTYPED_USER_INFO.sub("***", text))
+    text = redact_urls(text)
+    for pattern, replacement in _SECRETS.items():
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def redact_urls(text: str) -> str:
@@ -237,10 +251,11 @@ def redact_urls(text: str) -> str:
 def holds_secret(text: str) -> bool:
     """Return True if a text that will be published holds a secret.
 
-    Unlike `redact_secrets`, this accepts a URL with a query, unless a parameter is named like a
-    secret. It also recognizes some tokens of other services and private keys.
+    These are the secrets of `redact_secrets`, except that a URL may have a query, unless a
+    parameter is named like a secret. In binary data, mistyped URLs are not searched for.
     """
-    patterns = (_HUB_TOKEN, _URL_USER_INFO, _CREDENTIAL)
+    # random bytes often look like a mistyped URL
+    patterns = {_SIGNED_URL, *_SECRETS} - ({_MISTYPED_USER_INFO} if "\0" in text else set())
     return any(secret in text for secret in _known_secrets()) or any(
         pattern.search(text) for pattern in patterns
     )

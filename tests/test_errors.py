@@ -95,6 +95,40 @@ def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) ->
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "password=hunter2hunter2",
+        "aws_secret_access_key=wJalrXUtnFEMIK7MDENG",
+        "s3://AKIA:wJalr/K7M/bPx@bucket/x",
+        "hub:me:hunter2hunter2@owner/name",
+        "note: token=hunter2hunter2",
+        "https://host/x.tar&sig=hunter2hunter2",
+        "AKIAABCDEFGHIJKLMNOP",
+        "-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----",
+    ],
+)
+def test_what_is_masked_must_not_be_published(text: str) -> None:
+    assert errors.holds_secret(text)
+    assert "***" in (redacted := errors.redact_secrets(text))
+    assert not errors.holds_secret(redacted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'login(token=os.environ["HF_TOKEN"])',
+        "login(token=get_token())",
+        "HF_TOKEN=$MY_TOKEN finetune",
+        "token=<your token>",
+        "f'token={token}'",
+        "\0 random:bytes:of@an image",
+    ],
+)
+def test_placeholders_and_binary_data_are_no_secrets(text: str) -> None:
+    assert not errors.holds_secret(text)
+
+
+@pytest.mark.parametrize(
     "error, expected",
     [
         (MemoryError(), True),

@@ -93,6 +93,8 @@ class TestSecrets:
             "https://host/x.tar?X-Amz-Date=1&X-Amz-Signature=0a1b",
             "https://host/x.tar?se=1&sig=0a1b",
             "https://host/x.tar?token=0a1b",
+            "password=hunter2hunter2",
+            "hub:me:hunter2hunter2@owner/name",
             "-----BEGIN OPENSSH PRIVATE KEY-----",
             "glpat-" + "Ab1-" * 5,
             "sk-proj-" + "Ab1_" * 8,

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from finetune.errors import FinetuneError, HubError, redact_secrets
+from finetune.errors import FinetuneError, HubError, SetupError, redact_secrets
 from finetune.log import redact_record, warn_once
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "call_hub",
     "check_server_status",
     "hub_errors",
+    "open_session",
     "redact",
     "retry",
     "token_source",
@@ -282,13 +283,28 @@ def token_source() -> str:
 # --- time limits and retries ---------------------------------------------------------------------
 
 
+def open_session() -> Any:
+    """Return huggingface_hub's session. Raises: SetupError if its proxy cannot be used."""
+    try:
+        return get_session()
+    except Exception as error:  # ImportError without socksio; ValueError or InvalidURL for a URL
+        cause, advice = redact(str(error)), "correct or unset the variable"
+        if isinstance(error, ImportError):
+            cause = "SOCKS needs the package socksio"
+            advice = "run: pip install socksio, or unset the variable"
+        raise SetupError(
+            f"HTTPS_PROXY, HTTP_PROXY or ALL_PROXY: this proxy cannot be used ({cause}); {advice}",
+            code="setup.proxy",
+        ) from None
+
+
 def _limit_waits() -> None:
     """Limit the waits of huggingface_hub's current session; some of its calls would wait forever.
 
     The session gets a hook, because a new client would lose proxies and certificates that a program
     has set.
     """
-    session = get_session()
+    session = open_session()
     hooks = session.event_hooks
     if _set_timeouts not in hooks["request"]:
         session.event_hooks = {**hooks, "request": [*hooks["request"], _set_timeouts]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from hub_fixtures import WRITE_TOKEN, hub, sleep_durations
 from hub_server import HubServer, point_clients_at
-from huggingface_hub import HfApi, get_session
+from huggingface_hub import HfApi, close_session, get_session
 from logs import forget_warnings, logged
 from refusals import refused
 
+from finetune.data.streaming.shard_file import RemoteFile
 from finetune.errors import DataError, WeightsError
 from finetune.hub import client
 from finetune.hub.client import (
@@ -119,6 +121,23 @@ class TestRetries:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        "proxy, named",
+        [
+            ("socks5://127.0.0.1:9", "pip install socksio"),
+            ("foo://me:word@127.0.0.1:9", "foo://***@127.0.0.1:9"),
+            ("http://127.0.0.1:port", "port"),
+        ],
+    )
+    def test_unusable_proxy(self, proxy: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        close_session()
+        monkeypatch.setitem(sys.modules, "socksio", None)
+        monkeypatch.setenv("ALL_PROXY", proxy)
+        with refused("setup.proxy", "ALL_PROXY", named):
+            call_whoami()
+        with refused("setup.proxy", "ALL_PROXY", named):
+            RemoteFile.open_url("http://127.0.0.1:9/x.tar")
+
     @pytest.mark.parametrize(
         "error_class, noun", [(WeightsError, "repository"), (DataError, "data set")]
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
 
-from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
+from huggingface_hub import constants, hf_hub_url, hf_raise_for_status
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import build_hf_headers
 
@@ -218,7 +218,7 @@ class RemoteFile:
         # httpx drops the token if the Hub redirects to another host
         headers = dict(build_hf_headers()) if self._is_on_hub and not is_in_store else {}
         headers |= {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
-        session = get_session()
+        session = client.open_session()
         with _connection_errors(self.display_name):
             request = session.build_request(
                 "GET", url, headers=headers, timeout=client.READ_TIMEOUT_SECONDS

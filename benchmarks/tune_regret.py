@@ -146,7 +146,7 @@ class RecordedRuns:
             if pause(step, num_steps):
                 break
         curve = [Point(*point) for point in row["curve"] if point[0] <= done]
-        return Progress(num_steps, row["num_images"], curve)
+        return Progress(num_steps, row["num_images"], curve, "")
 
 
 def search(rows: Sequence[Row], order: Sequence[str], seconds: float) -> float:

@@ -35,8 +35,7 @@ _CHECKED_FILES = (
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
 )
-# Files that describe the weights, and are written after them. They may be removed, and have no
-# checksum in models of older releases.
+# Files that describe the weights, and are written after them. They may be removed.
 DESCRIPTION_FILES = (
     *("recipe.yaml", "results.json"),
     *("curves.png", "confusion.png", "reliability.png"),

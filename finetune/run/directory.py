@@ -178,7 +178,7 @@ class RunDir:
         """Read a JSON file of the run. Returns: its content, or None if it does not exist.
 
         Raises: CheckpointError if it cannot be read or is not valid, if it was changed after the
-            run ended, or if the results are those of another model.
+            run ended.
         """
         path = self.path / name
         limit = MAX_LARGE_BYTES if name == "results.json" else MAX_JSON_BYTES
@@ -205,8 +205,6 @@ class RunDir:
                 f"restore it from a copy, or remove it{again if name == 'results.json' else ''}",
                 code="checkpoint.damaged",
             )
-        if name == "results.json":
-            self._check_results_of_this_model(content)
         return content
 
     def checksums(self) -> dict[str, str]:
@@ -222,21 +220,6 @@ class RunDir:
     def _checksum(self, key: str) -> str | None:
         """Return a checksum of run.json; None without one, as while the run proceeds."""
         return (self.read_json("run.json") or {}).get(key)
-
-    def _check_results_of_this_model(self, results: dict[str, Any]) -> None:
-        """Raise CheckpointError if the results of a run that has ended are of another model."""
-        record = self.read_json("run.json") or {}
-        expected, actual = (each.get("model_sha256") for each in (record, results))
-        # While a finished run is extended, results.json changes last. Runs of older releases have
-        # no checksum of it.
-        has_ended = "results_sha256" in record or record.get("status") == "done"
-        if has_ended and expected not in (None, actual):
-            raise CheckpointError(
-                f"{self.path / 'results.json'}: these are results of another model (model_sha256 "
-                f"is {actual}, in run.json {expected}); restore it from a copy, or remove it and "
-                f"evaluate again: {resume_command(self.path)}",
-                code="checkpoint.damaged",
-            )
 
     def has_changed_metrics(self) -> bool:
         """True if metrics.jsonl was changed after the run ended, or before it continued."""

@@ -1,7 +1,6 @@
 """The fields of run.json, results.json and metrics.jsonl, and the check of their types.
 
-Most fields may be missing, because files are written step by step and by other versions. Unknown
-fields are kept.
+Most fields may be missing, because files are written step by step. Unknown fields are kept.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class RunRecord(TypedDict, total=False):
     preprocessing: dict[str, Any]  # `Preprocessing` of the network, for images at evaluation
     network: dict[str, Any]  # `BuiltModel.network_args`
     model_sha256: str  # sha256 of the weights in model/
-    results_sha256: str  # sha256 of results.json when the run ended; missing in older runs
-    metrics_sha256: str  # sha256 of metrics.jsonl when the run ended; missing in older runs
+    results_sha256: str  # sha256 of results.json when the run ended
+    metrics_sha256: str  # sha256 of metrics.jsonl when the run ended
     metrics_changed: bool  # True if metrics.jsonl was changed before the run continued
     training_images_sha256: str  # the same of training_images.json
     teacher: TeacherRecord  # only with `distill`

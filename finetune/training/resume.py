@@ -272,9 +272,9 @@ def _check_same_run(
             f"{_new_out(run)}",
             code="recipe.not_this_run",
         )
-    if record.get("precision", precision) != precision:
+    if (recorded_precision := record.get("precision")) != precision:
         raise RecipeError(
-            f"{run.path}: started in {record['precision']}, but run.precision=auto is {precision} "
+            f"{run.path}: started in {recorded_precision}, but run.precision=auto is {precision} "
             "on this machine; continue on the first machine, or choose another --out",
             code="recipe.not_this_run",
         )
@@ -300,7 +300,7 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
         )
     # Class names, preprocessing and network are in config.json, which `sha256` does not cover.
     kept_rows = setup.built.provenance.get("kept_rows_sha256")
-    if record.get("kept_rows_sha256", kept_rows) != kept_rows:
+    if record.get("kept_rows_sha256") != kept_rows:
         raise WeightsError(
             f"{name}: its class names have changed since the run {run.path} started with the head "
             "rows of these classes (model.head_init=keep); restore its config.json, or train again "
@@ -308,7 +308,7 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
             code="weights.wrong_version",
         )
     for part, values in _config_entries(setup).items():
-        old = cast(dict[str, Any], record.get(part, values))
+        old = cast(dict[str, Any], record.get(part, {}))
         if changed := [key for key in {**old, **values} if old.get(key) != values.get(key)]:
             listed = ", ".join(
                 f"{key}: the run has {old.get(key)}, now {values.get(key)}" for key in changed

@@ -399,13 +399,3 @@ def test_interrupted_publish_keeps_the_old_model(
             run.publish_model(file_writer("b"), num_bytes=0)
     assert (run.model_folder / "model.safetensors").read_text() == "a" * 100
     assert not [entry for entry in run.path.iterdir() if entry.name.endswith(".tmp")]
-
-
-def test_results_of_another_model_are_refused_once_the_run_is_done(run: RunDir) -> None:
-    run.write_json("results.json", {"model_sha256": "b" * 64})
-    for status, model_sha256 in (("running", "a" * 64), ("done", "b" * 64)):
-        run.write_json("run.json", {"status": status, "model_sha256": model_sha256})
-        assert run.read_json("results.json") == {"model_sha256": "b" * 64}
-    run.write_json("run.json", {"status": "done", "model_sha256": "a" * 64})
-    with refused("checkpoint.damaged", "results.json", "a" * 64, "b" * 64):
-        run.read_json("results.json")

@@ -42,13 +42,12 @@ def run_that_ends_with(
 def test_unknown_and_missing_keys_are_kept(tmp_path: Path) -> None:
     run, path = RunDir(tmp_path), tmp_path / "run.json"
     assert read_record(run) == {}
-    older, newer = {"status": "running"}, {"status": "running", "colour": {"of": [1]}}
-    for content in (older, newer):
-        path.write_text(json.dumps(content))
-        record = read_record(run)
-        assert record == content
-        write_record(run, {**record, "precision": "bf16"})
-        assert json.loads(path.read_text()) == {**content, "precision": "bf16"}
+    content = {"status": "running", "colour": {"of": [1]}}
+    path.write_text(json.dumps(content))
+    record = read_record(run)
+    assert record == content
+    write_record(run, {**record, "precision": "bf16"})
+    assert json.loads(path.read_text()) == {**content, "precision": "bf16"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -157,7 +156,3 @@ def test_files_that_are_changed_after_the_run_ended_are_noticed(
     write_record(run, {**record, "status": "running"})  # by hand: a resume removes the checksums
     with refused("checkpoint.damaged", tmp_path / "results.json"):
         run.read_json("results.json")
-    for key in ("results_sha256", "metrics_sha256"):
-        del record[key]  # type: ignore[misc]
-    write_record(run, record)  # as in older releases
-    assert run.read_json("results.json") == {"steps": 5}

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from finetune.commands import start
-from finetune.commands.portfolio import PORTFOLIO, Member, build_configurations
+from finetune.commands.portfolio import PORTFOLIO, Member, build_trials
 from finetune.commands.successive_halving import Point, Search, Trial
 from finetune.commands.tune import Progress, run_search
 from finetune.log import quiet
-from finetune.recipe.load import MINIMAL_RECIPE
+from finetune.recipe.load import MINIMAL_RECIPE, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
@@ -88,17 +88,18 @@ def record(table: Path, folder: str, overrides: Sequence[str], *, num_random: in
     members = (*PORTFOLIO, *random_members(num_random))
     done = {(row["task"], row["name"]) for row in read_table(table)}
     task = Path(folder).name
-    for each in build_configurations(start.start(folder, overrides=overrides), members):
-        if (task, each.name) in done:
+    for trial in build_trials(start.start(folder, overrides=overrides), members):
+        if (task, trial.name) in done:
             continue
+        recipe = parse_recipe(trial.recipe, name=trial.name)
         with tempfile.TemporaryDirectory(prefix="tune-regret-") as temporary:
-            results = train(each.recipe, Path(temporary) / "run", keep_process_group=True)
+            results = train(recipe, Path(temporary) / "run", keep_process_group=True)
             lines = RunDir(Path(temporary) / "run").read_metrics()
         evaluations = [line for line in lines if line["split"] == "val"]
         curve = [(line["step"], line["top1"], line["loss"]) for line in evaluations]
         num_steps, seconds = curve[-1][0], evaluations[-1]["seconds"]
         row = {
-            **{"task": task, "name": each.name, "kind": each.kind, "estimate": each.seconds},
+            **{"task": task, "name": trial.name, "kind": trial.kind, "estimate": trial.estimate},
             **{"curve": curve, "num_images": results["val"]["examples"]},
             "step_seconds": seconds / num_steps,
             "start_seconds": max(0.0, results["command_seconds"] - seconds - FINAL_SECONDS),

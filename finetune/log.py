@@ -89,17 +89,25 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_warnings() -> Iterator[None]:
-    """Inside the block, log only warnings and errors; progress bars are still shown."""
+def only_warnings(seen: set[str] | None = None) -> Iterator[None]:
+    """Inside the block, log only warnings and errors; progress bars are still shown.
 
-    def is_warning(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
+    Args:
+        seen: warnings that are not logged again; those of the block are added. None to log all.
+    """
 
-    logger.addFilter(is_warning)
+    def is_wanted(record: logging.LogRecord) -> bool:
+        if seen is None or record.levelno < logging.WARNING:
+            return record.levelno >= logging.WARNING
+        is_new = record.getMessage() not in seen
+        seen.add(record.getMessage())
+        return is_new
+
+    logger.addFilter(is_wanted)
     try:
         yield
     finally:
-        logger.removeFilter(is_warning)
+        logger.removeFilter(is_wanted)
 
 
 def warn_once(message: str, *, key: str | None = None) -> None:

@@ -9,41 +9,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from finetune.commands.start import Choice, StartResult
+from finetune.commands.successive_halving import Trial
 from finetune.commands.weight_selection import Score
 from finetune.errors import RecipeError
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 
-__all__ = ["PORTFOLIO", "Configuration", "Member", "build_configurations"]
+__all__ = ["PORTFOLIO", "Member", "build_trials"]
 
 
 class Member(NamedTuple):
-    """A row of the portfolio.
+    """A row of the portfolio."""
 
-    Attributes:
-        name: name of its run directory.
-        description: what is trained, for users.
-        weights: "best", "second" or "third" by the accuracy of frozen features; "other size" for
-            the best weights at the second-best image size.
-        frozen: True to train only the classifier.
-        lr: factor of the learning rate.
-        length: factor of the number of epochs.
-        changes: overrides of the recipe.
-        augment: transforms that are added to those of the training images.
-    """
-
-    name: str
-    description: str
+    name: str  # of its run directory
+    description: str  # what is trained, for users
+    # "best", "second" or "third" by the accuracy of frozen features; "other size" for the best
+    # weights at the second-best image size
     weights: str = "best"
-    frozen: bool = False
-    lr: float = 1.0
-    length: float = 1.0
-    changes: tuple[str, ...] = ()
-    augment: str = ""
+    frozen: bool = False  # True to train only the classifier
+    lr: float = 1.0  # factor of the learning rate
+    length: float = 1.0  # factor of the number of epochs
+    changes: tuple[str, ...] = ()  # overrides of the recipe
+    augment: str = ""  # transforms that are added to those of the training images
 
 
 _LORA = "model.adapter={kind: lora, rank: 16, targets: [all]}"
@@ -82,119 +73,100 @@ PORTFOLIO = (
 )
 
 # Keys of the run itself, not of its trials: the final run has the user's values.
-_TRIAL_CHANGES = (
+_TRIAL_OVERRIDES = (
     *("run.push_to=null", "run.push_private=false", "run.trackers=[]"),
     "run.keep_checkpoints=1",
 )
-# Cost of a run before anything is measured, in seconds of a forward pass of its weights.
-_TRAIN_FORWARDS = 3.5  # a training step with its transforms
-_START_SECONDS = 5.0  # besides computing features
 _MIN_EVALUATIONS = 4  # of a run, so that it can pause
+# Cost of a run before anything is measured: in seconds, or in forward passes per image.
+_START_SECONDS = 5.0  # besides computing features
+_FINAL_SECONDS = 8.0  # of results, card and report
+_TRAIN_FORWARDS = 3.5  # a training step with its transforms
+_FINAL_FORWARDS = 2.0  # the final evaluation also decodes the image
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A recipe to try, and its cost before anything is measured.
-
-    Attributes:
-        name: name of its run directory.
-        description: what is trained, for users.
-        kind: "head", "full" or "lora": runs of one kind have errors of the same size in `seconds`.
-        recipe: the recipe.
-        seconds: estimated seconds of the whole run, without the final evaluation.
-        forward_seconds: seconds per image of a forward pass.
-    """
-
-    name: str
-    description: str
-    kind: str
-    recipe: Recipe
-    seconds: float
-    forward_seconds: float
-
-
-def build_configurations(
-    start: StartResult,
-    members: Sequence[Member] | None = None,
-    *,
-    max_seconds: float = math.inf,
-) -> list[Configuration]:
-    """Build the recipes to try, each once; what the user has set is the same in all of them.
+def build_trials(
+    start: StartResult, members: Sequence[Member] | None = None, *, max_seconds: float = math.inf
+) -> list[Trial]:
+    """Build the trials of a search, each recipe once; what the user has set is the same in all.
 
     Args:
         start: the recipe that `finetune train SOURCE` trains, which is the first one.
         members: the others; None for `PORTFOLIO`.
         max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
-    first = start.builder.build(start.choice, _TRIAL_CHANGES).recipe
-    made = [_configuration(start, "start", str(start.choice.score.candidate), start.choice, first)]
+    builder, choice = start.builder, start.choice
+    first = builder.build(choice, _TRIAL_OVERRIDES).recipe
+    trials = [_estimate_trial(start, choice, first, "start", str(choice.score.candidate))]
+    seen, scores = [training_keys(first)], _scores_by_rank(choice)
     for member in PORTFOLIO if members is None else members:
-        score = _select_score(start.choice, member.weights)
-        asked = start.builder.frozen_as_asked()
-        if score is None or asked not in (None, member.frozen):
+        score = scores.get(member.weights)
+        if score is None or builder.frozen_as_asked() not in (None, member.frozen):
             continue
         affordable = max_seconds / _epoch_seconds(start, score)
-        epochs = max(1, round(min(start.builder.usual_epochs() * member.length, affordable)))
-        choice = replace(
-            start.choice, score=score, frozen=member.frozen, epochs=epochs, reason="", seconds=None
+        epochs = max(1, round(min(builder.usual_epochs() * member.length, affordable)))
+        changed = replace(
+            choice, score=score, frozen=member.frozen, epochs=epochs, reason="", seconds=None
         )
         try:
-            recipe = _build_member(start, member, choice)
+            recipe = _build_recipe(start, member, changed)
         except RecipeError:  # it conflicts with what the user has set
             continue
-        if all(training_keys(recipe) != training_keys(each.recipe) for each in made):
+        if training_keys(recipe) not in seen:
+            seen.append(training_keys(recipe))
             description = f"{score.candidate}: {member.description}"
-            made.append(_configuration(start, member.name, description, choice, recipe))
-    return made
+            trials.append(_estimate_trial(start, changed, recipe, member.name, description))
+    return trials
 
 
-def _build_member(start: StartResult, member: Member, choice: Choice) -> Recipe:
-    changes = list(member.changes)
+def _scores_by_rank(choice: Choice) -> dict[str, Score]:
+    """Return the weights that `Member.weights` can name, as far as this machine has them."""
+    best = choice.score
+    by_name = {best.candidate.name: [best]}
+    for score in choice.scores:
+        if score.has_features and score != best:
+            by_name.setdefault(score.candidate.name, []).append(score)
+    same_name, *others = by_name.values()
+    ranked = dict(zip(("best", "other size"), same_name, strict=False))
+    return ranked | {
+        rank: scores[0] for rank, scores in zip(("second", "third"), others, strict=False)
+    }
+
+
+def _build_recipe(start: StartResult, member: Member, choice: Choice) -> Recipe:
+    """Build the recipe of a member. Raises: RecipeError if it conflicts with the user's keys."""
+    builder, changes = start.builder, list(member.changes)
     if member.lr != 1 and not member.frozen:
         changes.append(f"optim.lr={choice.score.candidate.lr * member.lr:.2g}")
     if member.augment:
-        spec = start.builder.build(choice).recipe.data.train
+        spec = builder.build(choice).recipe.data.train
         changes.append(f"data.train={json.dumps(f'{spec} | {member.augment}')}")
-    kept = [each for each in changes if each.partition("=")[0] not in start.builder.asked]
-    if changes and not kept and member.length == 1:
+    overrides = [each for each in changes if each.partition("=")[0] not in builder.asked]
+    if changes and not overrides and member.length == 1:
         raise RecipeError(f"{member.name}: the user has set all of it", code="recipe.conflict")
-    recipe = start.builder.build(choice, [*kept, *_TRIAL_CHANGES]).recipe
+    overrides += _TRIAL_OVERRIDES
+    recipe = builder.build(choice, overrides).recipe
     epochs = recipe.optim.epochs
     if epochs is None or epochs >= _MIN_EVALUATIONS or recipe.run.eval_every is not None:
         return recipe
     # A run can pause only where it evaluates.
-    num_steps = epochs * start.builder.stats.num_train / recipe.data.batch_size
-    every = f"run.eval_every={max(1, math.ceil(num_steps / _MIN_EVALUATIONS))}"
-    return start.builder.build(choice, [*kept, *_TRIAL_CHANGES, every]).recipe
+    num_steps = epochs * builder.stats.num_train / recipe.data.batch_size
+    eval_every = max(1, math.ceil(num_steps / _MIN_EVALUATIONS))
+    return builder.build(choice, [*overrides, f"run.eval_every={eval_every}"]).recipe
 
 
-def _select_score(choice: Choice, weights: str) -> Score | None:
-    """Return the weights of a member; None if there are no such weights on this machine."""
-    best = choice.score
-    scores = [score for score in choice.scores if score.has_features and score != best]
-    if weights == "best":
-        return best
-    if weights == "other size":
-        same = (score for score in scores if score.candidate.name == best.candidate.name)
-        return next(same, None)
-    names = dict.fromkeys(score.candidate.name for score in scores)
-    names.pop(best.candidate.name, None)
-    rank = ("second", "third").index(weights)
-    if rank >= len(names):
-        return None
-    name = list(names)[rank]
-    return next(score for score in scores if score.candidate.name == name)
-
-
-def _configuration(
-    start: StartResult, name: str, description: str, choice: Choice, recipe: Recipe
-) -> Configuration:
-    forward = choice.score.forward_seconds
-    seconds = _START_SECONDS + forward * (start.builder.stats.num_train + _num_val(start))
+def _estimate_trial(
+    start: StartResult, choice: Choice, recipe: Recipe, name: str, description: str
+) -> Trial:
+    """Return a trial with its estimated cost."""
+    forward_seconds, num_val = choice.score.forward_seconds, _num_val(start)
+    seconds = _START_SECONDS + forward_seconds * (start.builder.stats.num_train + num_val)
     if not choice.frozen:
         seconds += max(choice.epochs * _epoch_seconds(start, choice.score), choice.seconds or 0.0)
+    num_final = num_val + start.builder.stats.split_sizes.get("test", 0)
+    final_seconds = _FINAL_SECONDS + _FINAL_FORWARDS * forward_seconds * num_final
     kind = "head" if choice.frozen else "lora" if recipe.model.adapter else "full"
-    return Configuration(name, description, kind, recipe, seconds, forward)
+    return Trial(name, description, kind, recipe.to_yaml(), seconds, final_seconds)
 
 
 def _epoch_seconds(start: StartResult, score: Score) -> float:

@@ -15,20 +15,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from finetune.commands.portfolio import Configuration, build_configurations
+from finetune.commands.portfolio import build_trials
 from finetune.commands.start import StartResult, open_new_run, start, write_start_files
 from finetune.commands.successive_halving import (
+    RUNG_NAMES,
     Decision,
     Point,
     Search,
@@ -36,8 +36,6 @@ from finetune.commands.successive_halving import (
     choose,
     decide,
     estimate_final,
-    estimate_rest,
-    format_fraction,
 )
 from finetune.errors import (
     CheckpointError,
@@ -52,7 +50,7 @@ from finetune.errors import (
     redact_urls,
 )
 from finetune.formatting import format_duration, format_percent, pluralize
-from finetune.log import logger
+from finetune.log import logger, only_warnings
 from finetune.model_checksums import json_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.paths import resolve_data_source
@@ -63,17 +61,8 @@ from finetune.run.integrity import load_json, remove_path
 from finetune.run.record import read_record
 from finetune.training.train import train
 
-__all__ = [
-    "Progress",
-    "make_search",
-    "read_search",
-    "run_search",
-    "train_until",
-    "tune",
-]
+__all__ = ["Progress", "read_search", "run_search", "train_until", "tune"]
 
-_FINAL_SECONDS = 8.0  # of results, card and report
-_EVAL_FACTOR = 2.0  # an evaluated image costs as many forward passes, because it is decoded too
 _SAVE_SECONDS = 1.0  # between two records of the time used
 _SEARCH = TypeAdapter(Search)
 
@@ -117,7 +106,7 @@ def tune(
                 pass
         created = start(source, overrides=overrides, download=download)
         used = time.perf_counter() - started
-        search = make_search(created, minutes=minutes, overrides=overrides, used_seconds=used)
+        search = _make_search(created, minutes=minutes, overrides=overrides, used_seconds=used)
         write_start_files(created, out)
     secret = []
     if source is not None and redact_urls(source) != source:  # not stored
@@ -129,20 +118,21 @@ def tune(
         f"chosen after {format_duration(search.used_seconds)}: {chosen.name} "
         f"({chosen.description}), {value} on {pluralize(chosen.num_images, 'validation image')}"
     )
-    own = [*secret, *(each for each in search.overrides if each.startswith("run."))]
+    write_search_page(out, asdict(search))
+    own = [each for each in search.overrides if each.startswith("run.")]
     recipe = parse_recipe(
-        chosen.recipe, name=chosen.name, overrides=["run.keep_checkpoints=2", *own]
+        chosen.recipe, name=chosen.name, overrides=["run.keep_checkpoints=2", *secret, *own]
     )
-    trained = sum(line["seconds"] for line in RunDir(folder).read_metrics()[-1:])
-    write_search_page(out, _SEARCH.dump_python(search, mode="json"))
+    # the run adds the seconds of its steps, which are a part of the search
+    trained_seconds = sum(line["seconds"] for line in RunDir(folder).read_metrics()[-1:])
     results = train(
         recipe,
         out,
         resume=True,
         branch_from=folder,
-        seconds_before=search.used_seconds - trained,
+        seconds_before=search.used_seconds - trained_seconds,
     )
-    _remove_checkpoints(folder)
+    _remove_weights(folder)
     return results
 
 
@@ -150,18 +140,76 @@ def _check_same_search(
     search: Search, out: Path, *, minutes: float | None, overrides: Sequence[str]
 ) -> None:
     """Raise RecipeError if the user asks for another search than the one in the folder."""
-    advice = f"continue it: {resume_command(out)}, or search in another --out"
+    redacted = list(map(redact_urls, overrides))
     if minutes not in (None, search.minutes):
-        raise RecipeError(
-            f"--minutes {minutes:g}: the search in {out} has {search.minutes:g} minutes; {advice}",
-            code="recipe.not_this_run",
+        difference = f"--minutes {minutes:g}: the search in {out} has {search.minutes:g} minutes"
+    elif overrides and redacted != search.overrides:
+        difference = (
+            f"{' '.join(redacted)}: the search in {out} was started with "
+            f"{' '.join(search.overrides) or 'no overrides'}"
         )
-    if overrides and list(map(redact_urls, overrides)) != search.overrides:
+    else:
+        return
+    raise RecipeError(
+        f"{difference}; continue it: {resume_command(out)}, or search in another --out",
+        code="recipe.not_this_run",
+    )
+
+
+def _make_search(
+    created: StartResult, *, minutes: float, overrides: Sequence[str], used_seconds: float
+) -> Search:
+    """Make a search from the recipe that `finetune train SOURCE` trains.
+
+    Raises: RecipeError if there are no validation images, or the time is too short for a recipe.
+    """
+    builder = created.builder
+    if not builder.has_validation():
         raise RecipeError(
-            f"{' '.join(map(redact_urls, overrides))}: the search in {out} was started with "
-            f"{' '.join(search.overrides) or 'no overrides'}; {advice}",
-            code="recipe.not_this_run",
+            "--minutes: data.val_fraction=0 leaves no validation images to choose by; remove it",
+            code="recipe.conflict",
         )
+    search = Search(
+        redact_urls(builder.source.name),
+        list(map(redact_urls, overrides)),
+        minutes,
+        "map" if created.recipe.data.task == "multilabel" else "top1",
+        builder.stats.num_train,
+        can_resplit="val" not in builder.stats.split_sizes,
+        trials=build_trials(created, max_seconds=60 * minutes / 2),
+        used_seconds=used_seconds,
+    )
+    fastest = min(search.trials, key=lambda trial: trial.estimate)
+    seconds = fastest.estimate + fastest.final_seconds
+    if seconds > search.left_seconds:
+        raise RecipeError(
+            f"--minutes {minutes:g}: too short for these images here: "
+            f"{format_duration(used_seconds)} are used, and the fastest recipe takes about "
+            f"{format_duration(seconds)}; give at least --minutes "
+            f"{math.ceil(1.1 * (used_seconds + seconds) / 60)}, or train without --minutes",
+            code="recipe.wrong_value",
+        )
+    return search
+
+
+def read_search(folder: Path) -> Search:
+    """Read the search of a folder. Raises: CheckpointError if its record is damaged."""
+    path = folder / SEARCH_FILE
+    try:
+        content = load_json(path)
+        search = _SEARCH.validate_python(content)
+        if content.pop("checksum", None) != json_sha256(content):
+            raise ValueError("it was changed after it was written")
+        names = {*(decision.trial for decision in search.decisions), search.chosen} - {""}
+        if unknown := names - {trial.name for trial in search.trials}:
+            raise ValueError(f"no trial {min(unknown)!r}")
+        return search
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read, or is not the record of a search "
+            f"({str(error).splitlines()[0]}); restore it from a copy, or search in another --out",
+            code="checkpoint.damaged",
+        ) from error
 
 
 # The loop -----------------------------------------------------------------------------------------
@@ -169,15 +217,12 @@ def _check_same_search(
 
 @dataclass
 class Progress:
-    """What a run has reached: all its steps, its validation images, and its evaluations.
-
-    `data_fingerprint` is that of run.json.
-    """
+    """What a run has reached: all its steps, its validation images, and its evaluations."""
 
     num_steps: int
     num_images: int
     curve: list[Point]
-    data_fingerprint: str
+    data_fingerprint: str  # that of run.json
 
 
 TrainUntil = Callable[[Recipe, Path, Callable[[int, int], bool]], Progress]
@@ -200,81 +245,6 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
     return Progress(plan["steps"], plan["images"]["val"], curve, record["data_fingerprint"])
 
 
-def make_search(
-    created: StartResult, *, minutes: float, overrides: Sequence[str], used_seconds: float
-) -> Search:
-    """Make a search from the recipe that `finetune train SOURCE` trains.
-
-    Raises: RecipeError if there are no validation images, or the time is too short for a recipe.
-    """
-    builder = created.builder
-    source = redact_urls(builder.source.name)
-    if not builder.has_validation():
-        raise RecipeError(
-            "--minutes: data.val_fraction=0 leaves no validation images to choose by; remove it",
-            code="recipe.conflict",
-        )
-    splits = builder.stats.split_sizes
-    num_val = splits.get("val", splits["train"] - builder.stats.num_train)
-
-    def trial(each: Configuration) -> Trial:
-        final = each.forward_seconds * (num_val + splits.get("test", 0)) * _EVAL_FACTOR
-        return Trial(
-            each.name,
-            each.description,
-            each.kind,
-            each.recipe.to_yaml(),
-            each.seconds,
-            _FINAL_SECONDS + final,
-        )
-
-    configurations = build_configurations(created, max_seconds=60 * minutes / 2)
-    search = Search(
-        source,
-        list(map(redact_urls, overrides)),
-        minutes,
-        "map" if created.recipe.data.task == "multilabel" else "top1",
-        builder.stats.num_train,
-        can_resplit="val" not in splits,
-        trials=[trial(each) for each in configurations],
-        used_seconds=used_seconds,
-    )
-    fastest = min(search.trials, key=lambda each: each.estimate)
-    if fastest.estimate + fastest.final_seconds > search.left_seconds:
-        raise _too_short(search, fastest)
-    return search
-
-
-def _too_short(search: Search, fastest: Trial) -> RecipeError:
-    seconds = search.used_seconds + estimate_rest(search, fastest) + fastest.final_seconds
-    return RecipeError(
-        f"--minutes {search.minutes:g}: too short for these images here: "
-        f"{format_duration(search.used_seconds)} are used, and the fastest recipe takes about "
-        f"{format_duration(seconds - search.used_seconds)}; give at least --minutes "
-        f"{math.ceil(1.1 * seconds / 60)}, or train without --minutes",
-        code="recipe.wrong_value",
-    )
-
-
-def read_search(folder: Path) -> Search:
-    """Read the search of a folder. Raises: CheckpointError if its record is damaged."""
-    path = folder / SEARCH_FILE
-    try:
-        content = load_json(path)
-        search = _SEARCH.validate_python(content)
-        if content.pop("checksum", None) != json_sha256(content):
-            raise ValueError("it was changed after it was written")
-        for name in (*(each.trial for each in search.decisions), search.chosen):
-            _ = name and search[name]
-        return search
-    except (OSError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read, or is not the record of a search "
-            f"({str(error).splitlines()[0]}); restore it from a copy, or search in another --out",
-            code="checkpoint.damaged",
-        ) from error
-
-
 def run_search(
     search: Search,
     folder: Path,
@@ -293,58 +263,44 @@ def run_search(
         train_until: trains a run.
     Returns: the chosen trial.
     Raises: the error of the first trial if all of them fail; SetupError or DataError if the disk is
-        full or images have changed.
+        full or images have changed, or another process uses the folder; Interrupted after a signal.
     """
-    with _locked(folder), _saved_on_interrupt(search, folder):
-        _save(search, folder)
-        session = _Session(search, folder, list(source_overrides), clock, train_until)
-        while not search.chosen and (decision := session.next_decision()) is not None:
-            session.carry_out(decision)
+    with contextlib.closing(RunDir(folder)) as run:
+        run.open()
+        session = _Session(search, run, source_overrides, clock, train_until)
+        try:
+            session.save()
+            if search.decisions and not search.decisions[-1].done:
+                session.carry_out(search.decisions[-1], is_resumed=True)
+            while not search.chosen and (decision := session.next_decision()) is not None:
+                session.carry_out(decision)
+        except (Interrupted, KeyboardInterrupt) as error:
+            session.save()
+            used = format_duration(search.used_seconds)
+            raise Interrupted(
+                f"{folder}: the search was stopped after {used} of {search.minutes:g} min; "
+                f"continue: {resume_command(folder)}",
+                getattr(error, "signal_number", signal.SIGINT),
+            ) from None
         chosen = search[search.chosen] if search.chosen else choose(search)
+        if chosen is None and session.errors:
+            raise session.errors[0]
         if chosen is None:
-            failed = SetupError(
+            raise SetupError(
                 f"{folder}: all trials have failed; see {SEARCH_FILE}, and search in another --out",
                 code="setup.search_failed",
             )
-            raise session.errors[0] if session.errors else failed
         search.chosen = chosen.name
+        for trial in search.finished:
+            trial.end_reason = trial.end_reason or "trained to its end"
+        session.save()
         for trial in search.trials:
-            if trial.is_finished and not trial.ended:
-                trial.ended = "trained to its end"
             if trial is not chosen:
-                _remove_checkpoints(folder / "trials" / trial.name)
-        _save(search, folder)
+                _remove_weights(folder / "trials" / trial.name)
     return chosen
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder of a search. Raises: SetupError if another process uses it."""
-    with contextlib.closing(RunDir(folder)) as run:
-        run.open()
-        yield
-
-
-@contextlib.contextmanager
-def _saved_on_interrupt(search: Search, folder: Path) -> Iterator[None]:
-    """Say after a signal how to continue. Raises: Interrupted."""
-    try:
-        yield
-    except (Interrupted, KeyboardInterrupt) as error:
-        used = format_duration(search.used_seconds)
-        raise Interrupted(
-            f"{folder}: the search was stopped after {used} of {search.minutes:g} min; continue: "
-            f"{resume_command(folder)}",
-            getattr(error, "signal_number", signal.SIGINT),
-        ) from None
-
-
-def _save(search: Search, folder: Path) -> None:
-    content = _SEARCH.dump_python(search, mode="json")
-    RunDir(folder).write_json(SEARCH_FILE, {**content, "checksum": json_sha256(content)})
-
-
-def _remove_checkpoints(folder: Path) -> None:
+def _remove_weights(folder: Path) -> None:
     """Remove everything large of a run that will not continue."""
     if folder.is_dir():
         RunDir(folder).prune_checkpoints(set())
@@ -357,152 +313,130 @@ def _split_seed(trial: Trial) -> int | None:
     return parse_recipe(trial.recipe, name=trial.name).data.split_seed
 
 
+@dataclass
 class _Session:
-    """The part of a search in one process.
+    """The part of a search in one process; see `run_search` for its fields."""
 
-    Attributes:
-        errors: the errors of trials that failed.
-    """
+    search: Search
+    run: RunDir
+    source_overrides: Sequence[str]
+    clock: Callable[[], float]
+    train_until: TrainUntil
+    errors: list[Exception] = field(default_factory=list)  # of trials that failed
+    warnings: set[str] = field(default_factory=set)  # that were logged
 
-    def __init__(
-        self,
-        search: Search,
-        folder: Path,
-        source_overrides: list[str],
-        clock: Callable[[], float],
-        train_until: TrainUntil,
-    ) -> None:
-        self.errors: list[Exception] = []
-        self._search, self._folder = search, folder
-        self._source_overrides, self._train_until = source_overrides, train_until
-        self._clock = clock
-        self._offset = search.used_seconds - clock()
-        self._saved_at = search.used_seconds
-        self._is_resumed = False  # True if the next decision was begun by another process
-        self._warned: set[str] = set()
+    def __post_init__(self) -> None:
+        self.clock_at_start = self.clock() - self.search.used_seconds
+
+    def save(self) -> None:
+        """Write tune.json, with the time used so far."""
+        self._update_time()
+        content = asdict(self.search)
+        self.run.write_json(SEARCH_FILE, {**content, "checksum": json_sha256(content)})
+
+    def _update_time(self) -> None:
+        self.search.used_seconds = self.clock() - self.clock_at_start
+
+    def _trial_folder(self, trial: Trial) -> Path:
+        return self.run.path / "trials" / trial.name
 
     def next_decision(self) -> Decision | None:
-        """Return the decision that was not carried out, or the next one, and record it."""
-        search = self._search
-        if search.decisions and not search.decisions[-1].done:
-            self._is_resumed = True
-            return search.decisions[-1]
-        search.used_seconds = self._offset + self._clock()
-        decision = decide(search)
-        for trial in search.trials:
-            if trial.ended or (trial.of and trial.is_finished):
-                _remove_checkpoints(self._folder / "trials" / trial.name)
+        """Decide what to train next, and record it."""
+        self._update_time()
+        decision = decide(self.search)
+        for trial in self.search.trials:
+            if trial.end_reason or (trial.repeats and trial.is_finished):
+                _remove_weights(self._trial_folder(trial))
         if decision is not None:
-            search.decisions.append(decision)
-        _save(search, self._folder)
+            self.search.decisions.append(decision)
+        self.save()
         return decision
 
-    def carry_out(self, decision: Decision) -> None:
-        """Train a trial as decided, and record what was measured."""
-        search, trial = self._search, self._search[decision.trial]
-        first_step = trial.step
-        times: list[tuple[int, float]] = []
-        is_resumed, self._is_resumed = self._is_resumed, False
+    def carry_out(self, decision: Decision, *, is_resumed: bool = False) -> None:
+        """Train a trial as decided, and record what was measured.
+
+        Args:
+            decision: the decision.
+            is_resumed: True if another process was killed while it carried it out.
+        """
+        search, trial = self.search, self.search[decision.trial]
+        first_step, saved_seconds = trial.step, search.used_seconds
+        times: list[tuple[int, float]] = []  # step and time used, at each evaluation
         logger.info(self._format_progress(decision))
 
         def pause(step: int, num_steps: int) -> bool:
+            nonlocal saved_seconds
             if is_resumed and not times:
-                # the time of the start was used before; the steps are those that were lost
+                # Count the steps that are not in the record, but not the start of this process.
                 lost_steps = max(0, step - trial.last_step)
-                used = search.used_seconds + lost_steps * trial.step_seconds
-                self._offset = used - self._clock()
-            search.used_seconds = self._offset + self._clock()
+                used_seconds = search.used_seconds + lost_steps * trial.step_seconds
+                self.clock_at_start = self.clock() - used_seconds
+            self._update_time()
             times.append((step, search.used_seconds))
-            if search.used_seconds >= self._saved_at + _SAVE_SECONDS:
-                trial.last_step, self._saved_at = step, search.used_seconds
-                _save(search, self._folder)
+            if search.used_seconds >= saved_seconds + _SAVE_SECONDS:
+                trial.last_step, saved_seconds = step, search.used_seconds
+                self.save()
             if step >= decision.until * num_steps:
                 return True
-            (from_step, since), (to_step, until) = times[0], times[-1]
-            seconds = (until - since) / max(to_step - from_step, 1)
-            rest = seconds * (num_steps - step) + estimate_final(search, trial)
-            return rest > search.left_seconds and not decision.must_finish
+            rest = (num_steps - step) * (_step_seconds(times) or 0.0)
+            is_late = rest + estimate_final(search, trial) > search.left_seconds
+            return is_late and not decision.must_finish
 
-        overrides = self._source_overrides
-        recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)
+        recipe = parse_recipe(trial.recipe, name=trial.name, overrides=self.source_overrides)
         try:
-            with _new_warnings(self._warned):
-                reached = self._train_until(recipe, self._folder / "trials" / trial.name, pause)
+            with only_warnings(self.warnings):
+                reached = self.train_until(recipe, self._trial_folder(trial), pause)
         except (DivergedError, RecipeError, WeightsError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
             self.errors.append(error)
-            trial.ended = f"failed: {str(error).splitlines()[0]}"
-        except Interrupted:
-            search.used_seconds = self._offset + self._clock()
-            _save(search, self._folder)
-            raise
+            trial.end_reason = f"failed: {str(error).splitlines()[0]}"
         else:
             self._check_same_data(trial, reached.data_fingerprint)
+            trial.data_fingerprint = reached.data_fingerprint
             trial.curve, trial.num_steps = reached.curve, reached.num_steps
             trial.num_images, trial.last_step = reached.num_images, trial.step
-            trial.data_fingerprint = reached.data_fingerprint
-        search.used_seconds = self._offset + self._clock()
+        self._update_time()
         seconds = search.used_seconds - decision.used_seconds
-        self._measure(trial, times, first_step=first_step, seconds=seconds)
+        trial.seconds += seconds
+        num_steps = trial.step - first_step
+        if num_steps > 0:
+            measured = _step_seconds(times) or trial.step_seconds or seconds / num_steps
+            trial.step_seconds = measured
+            if not first_step:
+                trial.start_seconds = max(0.0, seconds - num_steps * measured)
         decision.done = True
-        _save(search, self._folder)
+        self.save()
 
     def _check_same_data(self, trial: Trial, fingerprint: str) -> None:
         """Raise DataError unless a trial has the images of all other trials of its split."""
         split_seed = _split_seed(trial)
-        for other in self._search.trials:
-            if other.data_fingerprint not in ("", fingerprint) and _split_seed(other) == split_seed:
-                folder = self._folder / "trials" / trial.name
+        for other in self.search.trials:
+            is_known = other.data_fingerprint not in ("", fingerprint)
+            if is_known and _split_seed(other) == split_seed:
                 raise DataError(
-                    f"{self._search.source}: images or labels have changed since trial "
+                    f"{self.search.source}: images or labels have changed since trial "
                     f"{other.name}, so {trial.name} cannot be compared with it; restore them, "
-                    f"remove {folder}, then {resume_command(self._folder)}, or search in another "
-                    "--out",
+                    f"remove {self._trial_folder(trial)}, then {resume_command(self.run.path)}, or "
+                    "search in another --out",
                     code="data.changed",
                 )
 
-    def _measure(
-        self, trial: Trial, times: list[tuple[int, float]], *, first_step: int, seconds: float
-    ) -> None:
-        """Update the measured cost of a trial after `seconds` of training from `first_step`."""
-        trial.seconds += seconds
-        if not trial.curve or trial.step <= first_step:
-            return
-        num_steps = trial.step - first_step
-        if len(times) > 1:
-            (from_step, since), (to_step, until) = times[0], times[-1]
-            trial.step_seconds = (until - since) / (to_step - from_step)
-        elif not trial.step_seconds:
-            trial.step_seconds = seconds / num_steps
-        if not first_step:
-            trial.start_seconds = max(0.0, seconds - num_steps * trial.step_seconds)
-
     def _format_progress(self, decision: Decision) -> str:
         """Format the time left, the best trial so far, and the one that starts."""
-        search, trial = self._search, self._search[decision.trial]
+        search, trial = self.search, self.search[decision.trial]
         started = sum(bool(each.curve) for each in search.candidates if each is not trial)
         text = f"{format_duration(max(search.left_seconds, 0))} left, "
         text += f"{started} of {len(search.candidates)} configurations tried"
         if (best := choose(search)) is not None:
             text += f", best so far {best.name} ({format_percent(best.curve[-1].value, 1)})"
-        until = format_fraction(decision.until)
+        until = RUNG_NAMES[decision.until]
         return f"{text}: {trial.name} to {until}, {decision.reason} ({trial.description})"
 
 
-@contextlib.contextmanager
-def _new_warnings(seen: set[str]) -> Iterator[None]:
-    """Inside the block, log only warnings, and each one once in the whole search."""
-
-    def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if record.levelno < logging.WARNING or text in seen:
-            return False
-        seen.add(text)
-        return True
-
-    logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_new)
+def _step_seconds(times: Sequence[tuple[int, float]]) -> float | None:
+    """Return the seconds of a step between the first and the last evaluation; None without two."""
+    if len(times) < 2:
+        return None
+    (first_step, since), (last_step, until) = times[0], times[-1]
+    return (until - since) / (last_step - first_step)

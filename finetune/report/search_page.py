@@ -12,18 +12,15 @@ from finetune.report import plots
 from finetune.report.figure_style import to_svg
 from finetune.report.html import render_html
 
-__all__ = ["SEARCH_PAGE", "write_search_page"]
-
-SEARCH_PAGE = "trials.html"
+__all__ = ["write_search_page"]
 
 
-def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
+def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
     """Write trials.html into the folder of a search.
 
     Args:
         folder: the run directory.
         search: the content of tune.json.
-    Returns: the page.
     """
     trials, metric = search["trials"], search["metric"]
     started = [trial for trial in trials if trial["curve"]]
@@ -58,6 +55,4 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
             for each in search["decisions"]
         ],
     )
-    path = folder / SEARCH_PAGE
-    write_atomically(path, html)
-    return path
+    write_atomically(folder / "trials.html", html)

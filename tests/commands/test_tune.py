@@ -19,7 +19,7 @@ from small_datasets import write_image_folder
 
 from finetune.cli import main as cli
 from finetune.commands import portfolio, tune
-from finetune.commands.portfolio import Member, build_configurations
+from finetune.commands.portfolio import Member, build_trials
 from finetune.commands.start import Choice, RecipeBuilder, StartResult
 from finetune.commands.successive_halving import Decision, Point, Search, Trial, choose, decide
 from finetune.commands.tune import Progress, read_search, run_search
@@ -137,7 +137,7 @@ class TestDecisions:
         search = make_search(minutes=30)
         Machine(accuracies={"start": 0.8, "a": 0.3}).run(search, tmp_path)
         assert plan(search).count(("a", 0.25)) == 1
-        assert "clearly worse than start" in search["a"].ended
+        assert "clearly worse than start" in search["a"].end_reason
         assert search["a"].step == 30
 
     def test_a_difference_within_the_noise_does_not_replace_the_first(self, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ class TestDecisions:
         search = make_search(minutes=30)
         machine = Machine(accuracies={"b": 0.9}, fail={"a": error})
         assert machine.run(search, tmp_path).name == "b"
-        assert search["a"].ended == f"failed: {error}"
+        assert search["a"].end_reason == f"failed: {error}"
 
     def test_the_error_of_the_first_trial_is_raised_if_all_fail(self, tmp_path: Path) -> None:
         error = DivergedError("the loss is not finite; lower optim.lr", code="diverged")
@@ -210,14 +210,14 @@ class TestTime:
         machine.run(search, tmp_path)
         finished = [trial.name for trial in search.trials if trial.is_finished]
         assert len(finished) > 1
-        assert all(trial.is_finished or trial.ended for trial in search.trials)
+        assert all(trial.is_finished or trial.end_reason for trial in search.trials)
 
     def test_a_slow_machine_pauses_a_trial_that_cannot_finish(self, tmp_path: Path) -> None:
         search = make_search("start a", minutes=5)
         machine = Machine(step_seconds={"a": 9.0})  # 900 s instead of 100
         assert machine.run(search, tmp_path).name == "start"
         assert machine.now <= 330
-        assert "not enough time" in search["a"].ended
+        assert "not enough time" in search["a"].end_reason
 
     def test_a_configuration_is_shortened_to_the_time_left(self, tmp_path: Path) -> None:
         search = make_search("start a", minutes=3)
@@ -346,7 +346,7 @@ class TestPortfolio:
     def test_it_begins_with_the_recipe_of_train_and_has_each_recipe_once(
         self, tmp_path: Path
     ) -> None:
-        made = build_configurations(fake_start(tmp_path))
+        made = build_trials(fake_start(tmp_path))
         assert [(each.name, each.kind) for each in made] == [
             ("start", "head"),
             ("full-low", "full"),
@@ -361,7 +361,7 @@ class TestPortfolio:
             ("mixup", "full"),
             ("high", "full"),
         ]
-        recipes = {each.name: each.recipe for each in made}
+        recipes = {each.name: parse_recipe(each.recipe) for each in made}
         assert recipes["full-low"].optim.lr == pytest.approx(1e-3 / 3, rel=0.02)
         assert recipes["short-low"].optim.epochs == 20
         assert recipes["second-head"].model.name == "embedded:vit_nano"
@@ -370,17 +370,17 @@ class TestPortfolio:
 
     def test_what_the_user_sets_is_the_same_in_all(self, tmp_path: Path) -> None:
         asked = ("model.freeze=none", "optim.lr=0.01", "data.train=resize", "run.push_to=me/x")
-        made = build_configurations(fake_start(tmp_path, *asked))
+        made = build_trials(fake_start(tmp_path, *asked))
         assert [each.name for each in made] == [
             *("start", "short-low", "layer-decay", "augmented", "lora", "mixup", "high"),
         ]
-        recipes = [each.recipe for each in made]
+        recipes = [parse_recipe(each.recipe) for each in made]
         assert {(each.optim.lr, each.data.train) for each in recipes} == {(0.01, "resize")}
         assert {each.run.push_to for each in recipes} == {None}  # only the chosen run is pushed
 
     def test_long_runs_have_fewer_epochs_but_evaluate_four_times(self, tmp_path: Path) -> None:
-        made = build_configurations(fake_start(tmp_path), max_seconds=0.6)
-        (full,) = (each.recipe for each in made if each.name == "full")
+        made = build_trials(fake_start(tmp_path), max_seconds=0.6)
+        (full,) = (parse_recipe(each.recipe) for each in made if each.name == "full")
         assert (full.optim.epochs, full.run.eval_every) == (2, 3)  # 80 images in batches of 16
 
 
@@ -431,7 +431,7 @@ class TestRuns:
         assert evaluated.count(NUM_TEST) == 1  # the test split is read once
         search = read_search(out)
         assert {"start", "full", "low"} <= {trial.name for trial in search.trials}
-        assert all(trial.is_finished or trial.ended for trial in search.trials)
+        assert all(trial.is_finished or trial.end_reason for trial in search.trials)
         assert (out / "start.yaml").is_file()
         assert "low" in (out / "trials.html").read_text(encoding="utf-8")
         results = json.loads((out / "results.json").read_text())

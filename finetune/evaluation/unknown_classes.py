@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,17 +94,16 @@ class UnknownClassScore:
         Raises: WeightsError if the entry is not valid.
         """
         try:
-            mean = torch.from_numpy(decode_array(entry["mean"], "<f4"))
-            subspace = torch.from_numpy(decode_array(entry["subspace"], "<f2"))
+            mean_D = torch.from_numpy(decode_array(entry["mean"], "<f4")).reshape(width)
+            subspace_DR = torch.from_numpy(decode_array(entry["subspace"], "<f2"))
             score = cls(
-                mean,
-                subspace.reshape(width, -1),
+                mean_D,
+                subspace_DR.reshape(width, -1),
                 float(entry["scale"]),
                 float(entry["threshold"]),
             )
-            values = torch.tensor([score.scale, score.threshold])
-            is_finite = all(bool(part.isfinite().all()) for part in (mean, subspace, values))
-            is_valid = len(mean) == width and is_finite
+            numbers = torch.tensor([score.scale, score.threshold])
+            is_valid = bool(torch.cat([mean_D, subspace_DR, numbers]).isfinite().all())
         except (KeyError, TypeError, ValueError, RuntimeError):
             is_valid = False
         if not is_valid:
@@ -217,7 +216,7 @@ def fit_unknown_class_score(
     score = UnknownClassScore(mean_D, subspace_DR, scale, math.inf)
     scores_N = score.compute(held_out_ND, energies_N[1::2]).double().numpy()
     threshold = conformal_quantile(scores_N, 1 - FALSE_UNKNOWN_RATE)
-    return UnknownClassScore(mean_D, subspace_DR, scale, threshold)
+    return replace(score, threshold=threshold)
 
 
 def _distances(features_BD: Tensor, mean_D: Tensor, subspace_DR: Tensor) -> Tensor:

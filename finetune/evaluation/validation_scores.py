@@ -71,12 +71,9 @@ class ValidationScores:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """Return the entry of config.json: the split, the number of images, and arrays as base64.
-
-        The arrays are little-endian: float32 scores, and uint32 labels.
-        """
+        """Return the entry of config.json: the split, and little-endian arrays as base64."""
         arrays = {name: encode_array(getattr(self, name), dtype) for name, dtype in _DTYPES.items()}
-        return {"split": self.split, "num_images": len(self), **arrays}
+        return {"split": self.split, **arrays}
 
     @classmethod
     def from_config(
@@ -91,14 +88,11 @@ class ValidationScores:
         Raises: WeightsError if the entry is not valid.
         """
         try:
-            arrays = {name: decode_array(entry[name], dtype) for name, dtype in _DTYPES.items()}
-            sizes = {len(array) for array in arrays.values()}
+            odds, scores, labels = (decode_array(entry[name], _DTYPES[name]) for name in _DTYPES)
             is_valid = (
-                sizes == {entry["num_images"]}
+                len(odds) == len(scores) == len(labels)
                 and isinstance(entry["split"], str)
-                and not np.isnan(arrays["log_odds"]).any()
-                and bool((arrays["nonconformity"] >= 0).all())
-                and bool((arrays["label"] < num_classes).all())
+                and not (np.isnan(odds) | ~(scores >= 0) | (labels >= num_classes)).any()
             )
         except (KeyError, TypeError, ValueError):
             is_valid = False
@@ -108,8 +102,7 @@ class ValidationScores:
                 f"finetune eval {source} --fit-temperature",
                 code="weights.wrong_config",
             )
-        label = arrays["label"].astype(np.int64)
-        return cls(arrays["log_odds"], arrays["nonconformity"], label, entry["split"])
+        return cls(odds, scores, labels.astype(np.int64), entry["split"])
 
 
 def encode_array(values: NDArray[Any], dtype: str) -> str:

@@ -67,7 +67,6 @@ def test_a_large_split_is_thinned_evenly(logits_and_labels, monkeypatch) -> None
         {"label": "AAAA"},
         {"label": 3},
         {"log_odds": "not base64!"},
-        {"num_images": 59},
         {"split": None},
         {"nonconformity": None},
     ],

@@ -40,6 +40,9 @@ __all__ = [
     "show",
 ]
 
+split_option = click.option(
+    "--split", help="train, val or test.  [default: test, else val, else the only split]"
+)
 tta_option = click.option(
     "--tta",
     metavar="flip",
@@ -115,10 +118,7 @@ def predict(
 @command("eval", example="finetune eval runs/quickstart --split test --out evaluation")
 @model_argument
 @data_option
-@click.option(
-    "--split",
-    help="train, val or test.  [default: test, else val, else the only split]",
-)
+@split_option
 @click.option("--out", metavar="DIR", help="Write results.json, per_class.csv and figures.")
 @click.option(
     "--fit-temperature",
@@ -156,10 +156,7 @@ def _parse_condition(ctx: click.Context, param: click.Parameter, value: str | No
 @click.argument("first", metavar="A", callback=checked_by(check_model_argument))
 @click.argument("second", metavar="B", callback=checked_by(check_model_argument))
 @data_option
-@click.option(
-    "--split",
-    help="train, val or test.  [default: test, else val, else the only split]",
-)
+@split_option
 @click.option("--out", metavar="DIR", help="Write compare.json and the page compare.html.")
 @click.option(
     "--fail-if",

@@ -22,17 +22,16 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
         folder: the run directory.
         search: the content of tune.json.
     """
-    trials, metric = search["trials"], search["metric"]
-    started = [trial for trial in trials if trial["curve"]]
-    histories = [
-        (trial["name"], [{"split": "val", **p, metric: p["value"]} for p in trial["curve"]])
-        for trial in started
-    ]
-    rows = []
-    for trial in trials:
-        row = {**trial, "value": None, "accuracy": "", "steps": "", "time": ""}
-        if trial["curve"]:
-            last = trial["curve"][-1]
+    metric = search["metric"]
+    rows: list[dict[str, Any]] = []
+    histories: list[tuple[str, list[dict[str, Any]]]] = []
+    for trial in search["trials"]:
+        row = {**trial, "color": None, "value": None, "accuracy": "", "steps": "", "time": ""}
+        if curve := trial["curve"]:
+            points = [{"split": "val", **point, metric: point["value"]} for point in curve]
+            row["color"] = len(histories) % 8 + 1
+            histories.append((trial["name"], points))
+            last = curve[-1]
             row |= {"value": last["value"], "accuracy": format_percent(last["value"], 1)}
             row |= {"steps": f"{last['step']} of {trial['num_steps']}"}
             row |= {"time": format_duration(trial["seconds"])}
@@ -46,7 +45,7 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
         used=format_duration(search["used_seconds"]),
         minutes=f"{search['minutes']:g}",
         metric="mAP" if metric == "map" else "Accuracy",
-        num_started=len(started),
+        num_started=len(histories),
         trials=rows,
         curves=[to_svg(plots.plot_run_comparison(histories, key=key)) for key in (metric, "loss")],
         chosen=search["chosen"],

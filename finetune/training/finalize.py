@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from finetune.run.directory import RunDir
 from finetune.run.record import describe_changed_metrics, read_record, write_record
 from finetune.training.accelerator import run_on_main
 from finetune.training.sanity import check_results, raise_if_diverged
+from finetune.training.setup import TrainingSetup
 from finetune.training.trainer_state import TrainerState
 from finetune.training.training_images import write_training_images
 
@@ -39,6 +41,7 @@ __all__ = [
     "can_reuse_last_eval",
     "finalize_run",
     "recheck_claims",
+    "save_trained_model",
 ]
 
 _MAX_CURVE_OPERATIONS = 1e11  # of the largest fit of a learning curve: a few seconds
@@ -221,6 +224,27 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     return results
 
 
+def save_trained_model(
+    folder: Path,
+    setup: TrainingSetup,
+    weights: Mapping[str, torch.Tensor],
+    results: Mapping[str, Any],
+    validation_scores: Mapping[str, Any] | None,
+) -> None:
+    """Save the weights and the calibration in `results` into a folder, see `save_model`."""
+    save_model(
+        folder,
+        setup.built,
+        weights,
+        class_names=setup.source.class_names,
+        preprocessing=setup.preprocessing,
+        temperature=results.get("temperature"),
+        multilabel=setup.is_multilabel,
+        thresholds=results.get("thresholds"),
+        validation_scores=validation_scores,
+    )
+
+
 def _write_model_folder(
     trainer: TrainerState,
     results: dict[str, Any],
@@ -235,17 +259,7 @@ def _write_model_folder(
             save_adapter(
                 folder / "adapter", trainer.eval_model(), base_model_name=base_model_name(run)
             )
-        save_model(
-            folder,
-            setup.built,
-            weights,
-            class_names=setup.source.class_names,
-            preprocessing=setup.preprocessing,
-            temperature=results.get("temperature"),
-            multilabel=setup.is_multilabel,
-            thresholds=results.get("thresholds"),
-            validation_scores=validation_scores,
-        )
+        save_trained_model(folder, setup, weights, results, validation_scores)
         results["model_sha256"] = read_checksums(folder, source=str(run.path))["model.safetensors"]
         repository = trainer.recipe.run.push_to
         write_artifacts(folder, run, results, repository=repository, with_plots=False)

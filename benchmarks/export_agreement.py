@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--runtimes", nargs="*", default=RUNTIMES)
     parser.add_argument("--ort-web", help="folder of the npm package")
     arguments = parser.parse_args()
-    check_runtimes(arguments.runtimes, arguments.ort_web, format="onnx", preprocessing=True)
+    check_runtimes(
+        arguments.runtimes, arguments.ort_web, format="onnx", preprocessing=True, precision=None
+    )
     names = ["onnxruntime", *arguments.runtimes]
     figures = "".join(f" {name}: changed top-1, largest difference |" for name in names)
     print(f"| model | preprocessing | images |{figures} time / resizing outside |")

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
     "make_writable_folder",
     "open_regular_file",
     "read_untrusted_json",
+    "staging_folder",
     "write_atomically",
 ]
 
@@ -141,6 +143,22 @@ def atomic_replace(path: Path, *, option: str = "--out") -> Iterator[Path]:
         # an OSError means a folder without write access, so the file was never created
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `target`, for files that are moved once all are written.
+
+    It is removed at the end of the block, or by the next call if the process is killed.
+    """
+    target = target.absolute()  # "." has no name
+    folder = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_writable_folder(folder: Path, *, option: str) -> None:

@@ -12,7 +12,13 @@ import pytest
 from safetensors import SafetensorError
 
 from finetune.errors import SetupError
-from finetune.files import explain_disk_errors, file_sha256, make_writable_folder, write_atomically
+from finetune.files import (
+    explain_disk_errors,
+    file_sha256,
+    make_writable_folder,
+    staging_folder,
+    write_atomically,
+)
 
 
 def test_write_atomically_keeps_the_old_text_when_it_fails(tmp_path: Path) -> None:
@@ -86,6 +92,17 @@ def test_write_atomically_writes_bytes_and_file_sha256_hashes_them(tmp_path: Pat
     assert (tmp_path / "a").read_bytes() == content
     assert file_sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_staging_folder_is_empty_and_removed(tmp_path: Path) -> None:
+    target = tmp_path / "below" / "model.onnx"
+    left = target.with_name(".model.onnx.tmp")
+    left.mkdir(parents=True)
+    (left / "of a killed process").touch()
+    with staging_folder(target) as folder:
+        assert (folder.parent, os.listdir(folder)) == (target.parent, [])
+        (folder / "new").touch()
+    assert not os.listdir(target.parent)
 
 
 def test_make_writable_folder_creates_the_folder_or_refuses(tmp_path: Path) -> None:

@@ -490,7 +490,8 @@ class TestPromises:
         known |= {name for name, owner in BROUGHT_ALONG.items() if owner in required}
         known |= {"finetune", *sys.stdlib_module_names}
         for module, tree in modules().items():
-            top = ast.Module([n for n in tree.body if not isinstance(n, ast.FunctionDef)], [])
+            inside = ast.FunctionDef | ast.ClassDef
+            top = ast.Module([n for n in tree.body if not isinstance(n, inside)], [])
             roots = {name.split(".")[0] for name in imported(top, at_run_time=True)}
             assert roots <= known, f"{module}: {sorted(roots - known)}"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,10 @@ from finetune.data.source import Source
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
-from finetune.files import file_sha256, make_writable_folder
+from finetune.files import file_sha256, make_writable_folder, staging_folder
 from finetune.formatting import pluralize
 from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
-from finetune.models.save import save_model
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.timm_config import read_timm_config
 from finetune.precision import autocast_dtype
@@ -40,6 +38,7 @@ from finetune.run.record import describe_split_decisions, load_run_recipe, read_
 from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels
+from finetune.training.finalize import save_trained_model
 from finetune.training.resume import check_same_weights
 from finetune.training.setup import TrainingSetup, build_setup
 
@@ -404,20 +403,8 @@ def _write_model_folder(
     leaks: list[str],
 ) -> None:
     """Write the model folder atomically."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".average.") as temporary:
-        model_folder = Path(temporary) / "model"
-        model_folder.mkdir()
-        save_model(
-            model_folder,
-            setup.built,
-            state,
-            class_names=setup.source.class_names,
-            preprocessing=setup.preprocessing,
-            temperature=results.get("temperature"),
-            multilabel=setup.is_multilabel,
-            thresholds=results.get("thresholds"),
-            validation_scores=validation_scores,
-        )
+    with staging_folder(folder) as model_folder:
+        save_trained_model(model_folder, setup, state, results, validation_scores)
         # safetensors writes its file with mode 0600
         shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")
         write_averaged_artifacts(model_folder, first.run, results, leaks=leaks)

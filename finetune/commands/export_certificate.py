@@ -18,15 +18,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from finetune.commands.export_formats import ExportedModel, largest_difference, run_exported
+from finetune.commands.export_formats import ExportedModel, check_exported, wrong_export
 from finetune.data.decode import hwc_to_chw
-from finetune.errors import WeightsError
 from finetune.inference import Classifier
+from finetune.models.save import BuiltModel
+from finetune.transforms.pipeline import Pipeline
 from finetune.transforms.preprocessing_module import PreprocessingModule
 
-__all__ = ["MAX_DIFFERENCE", "ImageClassifier", "certify", "vary_sizes"]
+__all__ = ["ImageClassifier", "certify", "vary_sizes"]
 
-MAX_DIFFERENCE = 1e-3  # of a probability
 _TIE = 1e-6  # classes whose probabilities differ by less are both the top-1
 # (height, width) to which images are resized, among them extreme aspect ratios and single pixels
 _SIZES = ((17, 900), (900, 17), (480, 640), (641, 479), (1, 1), (1, 33), (1201, 1600), (97, 97))
@@ -36,23 +36,22 @@ class ImageClassifier(nn.Module):
     """From a uint8 image (1, H, W, 3) of any size to probabilities (1, K).
 
     Args:
-        preprocessing: the evaluation preprocessing.
-        network: network from images (1, 3, h, w) to logits (1, K).
-        temperature: divisor of the logits before the softmax; None for 1.
-        multilabel: True for a sigmoid instead of the softmax.
+        built: the model; its temperature divides the logits before the softmax.
+        pipeline: the evaluation transforms.
+    Raises: RecipeError if the transforms cannot be exported.
     """
 
-    def __init__(
-        self,
-        preprocessing: PreprocessingModule,
-        network: nn.Module,
-        *,
-        temperature: float | None,
-        multilabel: bool,
-    ) -> None:
+    def __init__(self, built: BuiltModel, pipeline: Pipeline) -> None:
         super().__init__()
-        self.preprocessing, self.network = preprocessing, network
-        self.temperature, self.multilabel = temperature or 1.0, multilabel
+        self.preprocessing = PreprocessingModule(
+            pipeline.transform_spec,
+            image_size=pipeline.image_size,
+            mean=built.preprocessing.mean,
+            std=built.preprocessing.std,
+            interpolation=pipeline.interpolation,
+        )
+        self.network = built.model
+        self.temperature, self.multilabel = built.temperature or 1.0, built.multilabel
 
     def forward(self, image_1HW3: Tensor) -> Tensor:
         logits_1K: Tensor = self.network(self.preprocessing(image_1HW3))
@@ -96,27 +95,19 @@ def certify(
     max_difference, latencies = 0.0, []
     for pixels_HW3 in images:
         height, width = pixels_HW3.shape[:2]
+        image_name = f"an image of {height}x{width}"
         image_1HW3 = torch.from_numpy(np.array(pixels_HW3))[None]
         prepared = classifier.pipeline(hwc_to_chw(image_1HW3[0].numpy())[None])
-        expected_K = classifier.confidences(classifier.logits(prepared))[0].cpu()
+        expected_1K = classifier.confidences(classifier.logits(prepared)).cpu()
         start = time.perf_counter()
-        what = f"{name}: the export fails for an image of {height}x{width}"
-        actual_1K = run_exported(exported, image_1HW3, what, advice=advice)
-        latencies.append(time.perf_counter() - start)
-        difference = largest_difference(actual_1K, expected_K[None])
-        # `not <=` instead of `>`, so that NaN fails too
-        if not difference <= MAX_DIFFERENCE:
-            problem = f"a probability differs from the model's by {difference:.3g}"
-        elif expected_K[actual_1K[0].argmax()] < expected_K.max() - _TIE:
-            problem = "the most probable class differs from the model's"
-        else:
-            max_difference = max(max_difference, difference)
-            continue
-        raise WeightsError(
-            f"{name}: {problem} on an image of {height}x{width} (limit {MAX_DIFFERENCE:g}), so the "
-            f"export was not written; {advice}",
-            code="weights.wrong_export",
+        actual_1K = check_exported(
+            exported, image_1HW3, expected_1K, name, image_name, advice=advice
         )
+        latencies.append(time.perf_counter() - start)
+        max_difference = max(max_difference, float((actual_1K - expected_1K).abs().max()))
+        if expected_1K[0, actual_1K.argmax()] < expected_1K.max() - _TIE:
+            problem = f"{name}: the most probable class differs from the model's, for {image_name}"
+            raise wrong_export(problem, advice)
     return {
         "top1_agreement": 1.0,
         "max_difference": max_difference,

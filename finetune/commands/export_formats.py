@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,16 +23,16 @@ from finetune.models.exported import open_onnx_session
 
 __all__ = [
     "IMAGE_SIGNATURE",
-    "NETWORK_SIGNATURE",
+    "MAX_DIFFERENCE",
     "SUFFIXES",
     "ExportedModel",
     "Signature",
+    "check_exported",
     "export_network",
-    "largest_difference",
     "load_exported",
     "require_packages",
-    "run_exported",
     "suppress_exporter_output",
+    "wrong_export",
 ]
 
 
@@ -52,6 +53,7 @@ IMAGE_SIGNATURE = Signature("image", "probabilities", {1: "height", 2: "width"})
 
 ExportedModel = Callable[[Tensor], Tensor]
 
+MAX_DIFFERENCE = 1e-3  # of a probability or a logit
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _REQUIRED_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 # protobuf is limited to 2 GiB; larger weights go to a separate file
@@ -88,6 +90,7 @@ def suppress_exporter_output() -> Iterator[None]:
         logging.disable(before)
 
 
+@suppress_exporter_output()
 def export_network(
     network: nn.Module,
     example: Tensor,
@@ -181,6 +184,7 @@ def _trace(
     return torch.export.export(network, (example,), dynamic_shapes=signature.dynamic_shapes)
 
 
+@suppress_exporter_output()
 def load_exported(path: Path, format: str) -> ExportedModel:
     """Load an exported file with its runtime, as a user would.
 
@@ -188,39 +192,51 @@ def load_exported(path: Path, format: str) -> ExportedModel:
     Raises: WeightsError if the runtime cannot load the file.
     """
     try:
-        return _load_torch(path) if format == "torch" else _load_onnx(path)
+        if format == "torch":
+            module = torch.export.load(path).module()
+            return lambda images: module(images)
+        importlib.import_module("onnx").checker.check_model(str(path))
+        session = open_onnx_session(path)
+        name = session.get_inputs()[0].name
+        return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
     except Exception as error:  # each runtime raises its own error types
-        raise WeightsError(
-            f"{path.name}: the export cannot be loaded ({root_cause_message(error)}), so it was "
-            "not written; try another --format",
-            code="weights.wrong_export",
-        ) from error
+        problem = f"{path.name}: the export cannot be loaded ({root_cause_message(error)})"
+        raise wrong_export(problem, "try another --format") from error
 
 
-def run_exported(exported: ExportedModel, inputs: Tensor, what: str, *, advice: str) -> Tensor:
-    """Run an exported model. Raises: WeightsError that begins with `what` if its runtime fails."""
+def check_exported(
+    exported: ExportedModel,
+    inputs: Tensor,
+    expected_BK: Tensor,
+    name: str,
+    inputs_name: str,
+    *,
+    advice: str,
+) -> Tensor:
+    """Run an exported model, and compare its outputs with those of the model.
+
+    Args:
+        name, inputs_name: names of the export and of the inputs, for error messages.
+        advice: what to do about a difference, for error messages.
+    Returns: the outputs, (B, K).
+    Raises: WeightsError if the runtime fails, or an output differs by more than MAX_DIFFERENCE.
+    """
     try:
-        return exported(inputs)
+        actual_BK = exported(inputs)
     except Exception as error:  # each runtime raises its own error types
-        raise WeightsError(
-            f"{what} ({root_cause_message(error)}), so it was not written; {advice}",
-            code="weights.wrong_export",
-        ) from error
+        problem = f"{name}: the export fails for {inputs_name} ({root_cause_message(error)})"
+        raise wrong_export(problem, advice) from error
+    is_same_shape = actual_BK.shape == expected_BK.shape
+    difference = float((actual_BK - expected_BK).abs().max()) if is_same_shape else math.inf
+    if not difference <= MAX_DIFFERENCE:  # `not <=` instead of `>`, so that NaN fails too
+        problem = (
+            f"{name}: an output differs from the model's by {difference:.3g} for {inputs_name} "
+            f"(limit {MAX_DIFFERENCE:g})"
+        )
+        raise wrong_export(problem, advice)
+    return actual_BK
 
 
-def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference; infinity for another shape."""
-    is_same = actual.shape == expected.shape
-    return float((actual - expected).abs().max()) if is_same else float("inf")
-
-
-def _load_torch(path: Path) -> ExportedModel:
-    module = torch.export.load(path).module()
-    return lambda images: module(images)
-
-
-def _load_onnx(path: Path) -> ExportedModel:
-    importlib.import_module("onnx").checker.check_model(str(path))
-    session = open_onnx_session(path)
-    name = session.get_inputs()[0].name
-    return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+def wrong_export(problem: str, advice: str) -> WeightsError:
+    """Return the error for an export that is not written."""
+    return WeightsError(f"{problem}, so it was not written; {advice}", code="weights.wrong_export")

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from finetune.commands.export_certificate import certify
-from finetune.commands.export_formats import ExportedModel, root_cause_message
-from finetune.errors import RecipeError, SetupError, WeightsError, install_hint
+from finetune.commands.export_formats import ExportedModel, wrong_export
+from finetune.errors import RecipeError, SetupError, install_hint, root_cause_message
 from finetune.inference import Classifier
 
 __all__ = ["RUNTIMES", "certify_runtimes", "check_runtimes", "find_ort_web", "open_runtime"]
@@ -150,11 +150,8 @@ def open_runtime(name: str, path: Path, *, ort_web: str | None = None) -> Iterat
         try:
             model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         except RuntimeError as error:
-            raise WeightsError(
-                f"{path.name}: OpenVINO cannot load the export ({root_cause_message(error)}), so "
-                "it was not written; omit openvino from --certify",
-                code="weights.wrong_export",
-            ) from error
+            problem = f"{path.name}: OpenVINO cannot load the export ({root_cause_message(error)})"
+            raise wrong_export(problem, "omit openvino from --certify") from error
         yield lambda image_1HW3: torch.from_numpy(model(image_1HW3.numpy())[0])
         return
     script = resources.files("finetune.commands").joinpath("onnxruntime_web.mjs")

@@ -25,14 +25,21 @@ class Int8Quantizer:
     """Quantizes one exported file, with one calibration for all choices of float layers.
 
     Args:
-        path: the exported file, with preprocessing.
+        path: the exported file, with preprocessing; its folder gets temporary files.
         images: training images, to compute the ranges of the activations from.
-        scratch: a temporary folder.
     """
 
-    def __init__(self, path: Path, images: Split, scratch: Path) -> None:
-        self._images, self._cache = images, scratch / "calibration.json"
-        self._graph = _Graph(_fold_constants(path, scratch / "folded.onnx"))
+    @suppress_exporter_output()
+    def __init__(self, path: Path, images: Split) -> None:
+        import onnx
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        folded = path.with_name("folded.onnx")
+        # constants and batch normalization, as the quantizer expects; symbolic inference is for
+        # transformers of unknown shape, and here only the image size is unknown
+        quant_pre_process(path, folded, skip_symbolic_shape=True)
+        self._images, self._cache = images, path.with_name("calibration.json")
+        self._graph = _Graph(onnx.load(str(folded)))
         self.layers = self._graph.layers
 
     def weight_name(self, layer: str) -> str:
@@ -41,17 +48,23 @@ class Int8Quantizer:
         names = [name for name in node.input[1:] if "." in name]
         return names[-1].removeprefix("network.").rpartition(".")[0] if names else layer
 
+    @suppress_exporter_output()
     def quantize(self, target: Path, *, float_layers: Collection[str]) -> None:
         """Write the file with all layers in INT8 but `float_layers`."""
-        _quantize_static(
+        from onnxruntime.quantization import QuantType, quantize_static
+
+        float_outputs = _WEIGHTED_OPS if self._graph.has_layer_norm else ()
+        quantize_static(
             _guarded(self._graph.model, float_layers),
             target,
             _CalibrationReader(self._images),
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            op_types_to_quantize=[*_WEIGHTED_OPS, *_INTEGER_OPS],
             nodes_to_quantize=self._graph.quantizable_nodes(float_layers),
             calibration_cache_path=self._cache,  # the first call fills it
-            extra_options={"OpTypesToExcludeOutputQuantization": list(_WEIGHTED_OPS)}
-            if self._graph.has_layer_norm
-            else {},
+            extra_options={"OpTypesToExcludeOutputQuantization": list(float_outputs)},
         )
 
 
@@ -100,33 +113,6 @@ class _Graph:
         """Return the nodes before the first layer, and the final softmax."""
         names = [node.name for node in self.nodes]
         return [*names[: names.index(self.layers[0])], names[-1]]
-
-
-@suppress_exporter_output()
-def _fold_constants(path: Path, target: Path) -> Any:
-    """Fold constants and batch normalization, as ONNX Runtime's quantizer expects."""
-    import onnx
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    # symbolic inference is for transformers of unknown shape; here only the image size is unknown
-    quant_pre_process(path, target, skip_symbolic_shape=True)
-    return onnx.load(str(target))
-
-
-@suppress_exporter_output()
-def _quantize_static(model: Any, target: Path, reader: _CalibrationReader, **options: Any) -> None:
-    from onnxruntime.quantization import QuantType, quantize_static
-
-    quantize_static(
-        model,
-        target,
-        reader,
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        op_types_to_quantize=[*_WEIGHTED_OPS, *_INTEGER_OPS],
-        **options,
-    )
 
 
 def _guarded(model: Any, float_layers: Collection[str]) -> Any:

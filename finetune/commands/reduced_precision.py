@@ -34,10 +34,9 @@ from finetune.run.record import load_run_recipe
 
 __all__ = [
     "ReducedPrecision",
-    "convert_precision",
     "format_reduced",
     "open_reduced_precision",
-    "replace_by_reduced",
+    "reduce_precision",
 ]
 
 _NUM_CALIBRATION_IMAGES = 128
@@ -110,38 +109,16 @@ def open_reduced_precision(
     )
 
 
-def replace_by_reduced(
+def reduce_precision(
     path: Path, reduced: ReducedPrecision, thresholds: Sequence[float] | None, name: str
 ) -> dict[str, Any]:
-    """Replace an exported float file. Args, Returns and Raises: see `convert_precision`."""
-    if len(list(path.parent.iterdir())) > 1:
-        raise WeightsError(
-            f"{name}: the weights are too large for one file, which --{reduced.kind} needs; "
-            f"export without --{reduced.kind}",
-            code="weights.unsupported",
-        )
-    float_path = path.with_suffix(".float.onnx")
-    path.rename(float_path)
-    figures = convert_precision(float_path, path, reduced, thresholds, name)
-    float_path.unlink()
-    return figures
-
-
-def convert_precision(
-    path: Path,
-    target: Path,
-    reduced: ReducedPrecision,
-    thresholds: Sequence[float] | None,
-    name: str,
-) -> dict[str, Any]:
-    """Convert an exported file with preprocessing to INT8 or FP16, and measure what it costs.
+    """Replace an exported file with preprocessing by INT8 or FP16, and measure what it costs.
 
     INT8 leaves the sensitive layers in float. If the accuracy still drops by more than `max_drop`,
     it leaves twice as many, up to a third of all layers.
 
     Args:
-        path: the float file, weights included.
-        target: the file to write.
+        path: the float file, the only one in its folder.
         thresholds: K thresholds of a multi-label model, or None.
         name: name of the export, for error messages.
     Returns: a dict with keys "precision", "accuracy_float", "accuracy" (0 to 1; multi-label: share
@@ -151,11 +128,19 @@ def convert_precision(
         "float_layers" (names) and "num_calibration_images".
     Raises: WeightsError if the accuracy drops by more than `max_drop`, or nothing can be converted.
     """
-    float_model, validation = load_exported(path, "onnx"), reduced.validation
-    expected_N = _find_correct(float_model, validation, thresholds)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
-        for figures in _conversions(path, target, reduced, float_model, Path(scratch)):
-            model = load_exported(target, "onnx")
+    if len(list(path.parent.iterdir())) > 1:
+        raise WeightsError(
+            f"{name}: the weights are too large for one file, which --{reduced.kind} needs; "
+            f"export without --{reduced.kind}",
+            code="weights.unsupported",
+        )
+    validation = reduced.validation
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        float_path = path.rename(Path(scratch) / "float.onnx")
+        float_model = load_exported(float_path, "onnx")
+        expected_N = _find_correct(float_model, validation, thresholds)
+        for figures in _conversions(float_path, path, reduced, float_model):
+            model = load_exported(path, "onnx")
             actual_N = _find_correct(model, validation, thresholds, expected_N, reduced.max_drop)
             compared = compare_correct(expected_N[: len(actual_N)], actual_N)
             drop = -100 * compared["difference"]
@@ -173,7 +158,7 @@ def convert_precision(
                     "num_changed": compared["fixed"] + compared["broken"],
                     "latency_ms_float": float_ms,
                     "latency_ms": reduced_ms,
-                    "bytes_float": path.stat().st_size,
+                    "bytes_float": float_path.stat().st_size,
                     **figures,
                 }
     in_float = len(figures.get("float_layers", ()))
@@ -188,7 +173,7 @@ def convert_precision(
 
 
 def format_reduced(reduced: dict[str, Any] | None) -> list[str]:
-    """Format the result of `convert_precision` as lines; none for None."""
+    """Format the result of `reduce_precision` as lines; none for None."""
     if reduced is None:
         return []
     low, high = reduced["drop_interval"]
@@ -266,18 +251,17 @@ def _probabilities(model: ExportedModel, images: Iterable[np.ndarray]) -> NDArra
 
 
 def _conversions(
-    path: Path,
-    target: Path,
-    reduced: ReducedPrecision,
-    float_model: ExportedModel,
-    scratch: Path,
+    path: Path, target: Path, reduced: ReducedPrecision, float_model: ExportedModel
 ) -> Iterator[dict[str, Any]]:
-    """Write `target`, with more and more layers in float. Yields: the figures of each version."""
+    """Write `target`, with more and more layers in float. Yields: the figures of each version.
+
+    The folder of `path` gets temporary files.
+    """
     if reduced.kind == "fp16":
         convert_to_fp16(path, target)
         yield {}
         return
-    quantizer = Int8Quantizer(path, reduced.calibration, scratch)
+    quantizer = Int8Quantizer(path, reduced.calibration)
     layers = quantizer.layers
 
     def quantize(float_layers: Collection[str]) -> dict[str, Any]:
@@ -300,7 +284,7 @@ def _conversions(
     figures = quantize(())
     if shift(target) <= _SENSITIVE_SHIFT:
         yield figures
-    shifts, trial = {}, scratch / "trial.onnx"
+    shifts, trial = {}, path.with_name("trial.onnx")
     with item_bar(len(layers), label="measuring each layer in INT8", unit="layer") as bar:
         for layer in layers:
             quantizer.quantize(trial, float_layers=set(layers) - {layer})

@@ -27,7 +27,7 @@ from finetune.demo.model_summary import model_title, summarize_model
 from finetune.demo.predictor import TOP_K
 from finetune.demo.space import space_card
 from finetune.errors import RecipeError, WeightsError
-from finetune.files import explain_disk_errors
+from finetune.files import explain_disk_errors, staging_folder
 from finetune.inference import Classifier
 from finetune.publish.permissions import check_rights
 from finetune.publish.push import push_static_files
@@ -57,12 +57,12 @@ def write_static_page(
         model: the model to export, see `export_model`.
         folder: a new or empty folder.
         ort_web: folder of the npm package onnxruntime-web, see `find_ort_web`.
-    Returns: a dict with keys "model", "folder", "files" and "certificate" (of `export_model`).
+    Returns: a dict with keys "model", "folder" and "files" (their names).
     Raises: RecipeError if the folder is not empty; SetupError if a package is missing or the folder
         cannot be written; WeightsError if the model cannot be exported or is too large.
     """
     target = Path(folder).expanduser()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         what = "already contains files" if target.is_dir() else "this is a file"
         raise RecipeError(
             f"{_OPTION} {folder}: {what}; give a new or empty folder", code="recipe.wrong_value"
@@ -70,10 +70,8 @@ def write_static_page(
     package = find_ort_web(ort_web, option=_OPTION)[0]
     with explain_disk_errors(target, option=_OPTION):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".static-", dir=target.parent) as staging:
-            page = Path(staging) / "page"
-            page.mkdir()
-            exported = export_model(model, out=str(page))
+        with staging_folder(target) as page:
+            export_model(model, out=str(page))
             if (page / "model.onnx.data").exists():
                 raise WeightsError(
                     f"{model}: too large for a browser (more than 1.9 GB); use a smaller model",
@@ -83,20 +81,17 @@ def write_static_page(
                 shutil.copyfile(package / "dist" / source, page / name)
             classifier = Classifier.load(model, device="cpu")
             (page / "index.html").write_text(_render_page(model, classifier), encoding="utf-8")
-            body = (
-                "Choose an image: the page classifies it in the browser, and sends it nowhere. "
-                "Any file host can serve this folder, such as `python -m http.server`."
-            )
             card = space_card(
                 model_title(model),
                 {"sdk": "static", "app_file": "index.html"},
                 model,
                 json.loads((page / "certificate.json").read_bytes())["license"],
-                body,
+                "Choose an image: the page classifies it in the browser, and sends it nowhere. "
+                "Any file host can serve this folder, such as `python -m http.server`.",
             )
             (page / "README.md").write_text(card, encoding="utf-8")
             os.replace(page, target)
-    return {"model": model, "folder": str(target), "files": sorted(_FILES), "certificate": exported}
+    return {"model": model, "folder": str(target), "files": sorted(_FILES)}
 
 
 def _render_page(model: str, classifier: Classifier) -> str:

@@ -328,5 +328,4 @@ def _read_description(session: Any, path: Path, name: str) -> dict[str, Any]:
             "does not exist; export a model first",
             code="weights.wrong_format",
         )
-    content = read_export_record(record, path) or {}
-    return {**content, "classes": content.get("class_names")}
+    return read_export_record(record, path) or {}

@@ -119,10 +119,9 @@ def test_preprocessing_json_is_complete(exported: dict[str, Any]) -> None:
     assert sidecar["source"]["model"] == NANO
     assert sidecar["source"]["architecture"] == built.architecture
     assert sidecar["source"]["sha256"] == built.provenance["sha256"]
-    assert sidecar["input"]["shape"] == ["batch", 3, 32, 32]
-    assert sidecar["output"]["shape"] == ["batch", len(sidecar["class_names"])]
-    assert sidecar["class_names"] == Classifier.load(NANO).class_names
-    assert sidecar["temperature"] is None
+    assert sidecar["preprocessing"]["input_size"] == [3, 32, 32]
+    assert sidecar["classes"] == Classifier.load(NANO).class_names
+    assert "temperature" not in sidecar
     assert {"torch", "timm"} <= set(sidecar["versions"])
     assert sidecar["export"] == {k: exported[k] for k in sidecar["export"]}
     assert (sidecar["export"]["opset"] is None) == (exported["format"] == "torch")
@@ -195,7 +194,7 @@ def test_run_is_compared_on_its_own_images(
     assert Path(result["file"]).name == "my-run.onnx"
     assert (result["num_images"], result["images"]) == (12, f"folder:{image_folder}")
     sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
-    assert sidecar["class_names"] == ["blue", "green", "red"]
+    assert sidecar["classes"] == ["blue", "green", "red"]
     assert sidecar["source"]["model"] == "my-run", "no local path"
     assert sidecar["preprocessing"]["evaluation"] == "resize((32, 32))"
 
@@ -247,7 +246,7 @@ def test_another_image_size_ignores_the_runs_eval_transform(
         str(run_of_folder), preprocessing=False, out=str(tmp_path / "out"), image_size=48
     )
     sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
-    assert sidecar["input"]["shape"] == ["batch", 3, 48, 48]
+    assert sidecar["preprocessing"]["input_size"] == [3, 48, 48]
 
 
 @pytest.mark.parametrize(

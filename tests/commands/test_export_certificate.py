@@ -22,7 +22,7 @@ from refusals import refused
 
 from finetune.commands import export as export_module
 from finetune.commands.export import export_model, format_export
-from finetune.commands.export_certificate import certify, vary_sizes
+from finetune.commands.export_certificate import ImageClassifier, certify, vary_sizes
 from finetune.files import file_sha256
 from finetune.inference import Classifier
 from finetune.models.build import build_model
@@ -85,7 +85,7 @@ def test_files_and_certificate(exported: dict[str, Any]) -> None:
 
 
 def test_metadata_is_in_the_file(exported: dict[str, Any]) -> None:
-    keys = ("classes", "input_size", "license", "source", "versions")
+    keys = ("classes", "preprocessing", "license", "source", "versions")
     if exported["format"] == "torch":
         files = dict.fromkeys(keys, "")
         torch.export.load(exported["file"], extra_files=files)
@@ -95,7 +95,7 @@ def test_metadata_is_in_the_file(exported: dict[str, Any]) -> None:
         assert session.get_inputs()[0].type == "tensor(uint8)"
         files = session.get_modelmeta().custom_metadata_map
     assert json.loads(files["classes"]) == Classifier.load(NANO).class_names
-    assert json.loads(files["input_size"]) == [3, 32, 32]
+    assert json.loads(files["preprocessing"])["input_size"] == [3, 32, 32]
     assert json.loads(files["source"])["sha256"] == build_model(NANO).provenance["sha256"]
 
 
@@ -103,12 +103,11 @@ def test_disagreeing_export_is_refused_and_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_another_mean(*arguments: Any) -> Any:
-        module = build_image_classifier(*arguments)
+        module = ImageClassifier(*arguments)
         module.preprocessing.shift.add_(0.3)
         return module
 
-    build_image_classifier = export_module._build_image_classifier
-    monkeypatch.setattr(export_module, "_build_image_classifier", with_another_mean)
+    monkeypatch.setattr(export_module, "ImageClassifier", with_another_mean)
     with refused("weights.wrong_export", NANO, "0.001", "--no-preprocessing"):
         export_model(NANO, out=str(tmp_path))
     assert not os.listdir(tmp_path)
@@ -146,16 +145,16 @@ def test_second_format_needs_another_folder(exported: dict[str, Any]) -> None:
     assert sorted(os.listdir(path.parent)) == ["certificate.json", path.name]
 
 
-def test_killed_export_leaves_no_file_and_can_be_repeated(tmp_path: Path) -> None:
+def test_killed_export_leaves_no_file_and_the_next_one_removes_the_rest(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "finetune", "export", NANO, "--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and not list(tmp_path.glob(".export-*/model.onnx")):
+        while process.poll() is None and not (tmp_path / ".model.onnx.tmp/model.onnx").exists():
             time.sleep(0.01)
         process.kill()
     assert process.returncode == -signal.SIGKILL
-    assert not [name for name in os.listdir(tmp_path) if not name.startswith(".export-")]
+    assert os.listdir(tmp_path) == [".model.onnx.tmp"]
     export_model(NANO, out=str(tmp_path))
-    assert {"certificate.json", "model.onnx"} < set(os.listdir(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["certificate.json", "model.onnx"]
 
 
 def save(built: BuiltModel, folder: Path) -> str:

@@ -67,7 +67,7 @@ def test_float_layer_between_integer_layers_keeps_its_weights(
     export_network(network, example, file, "net", "onnx", signature=IMAGE_SIGNATURE)
     expected = green(file, images)
     np.testing.assert_allclose(expected, [image[0, 0, 1] / 255 for image in images], atol=1e-5)
-    quantizer = Int8Quantizer(file, Images(images), tmp_path)  # type: ignore[arg-type]
+    quantizer = Int8Quantizer(file, Images(images))  # type: ignore[arg-type]
     names = {quantizer.weight_name(layer): layer for layer in quantizer.layers}
     assert list(names) == ["first", "second", "third", "head"]
     for float_layers in ([], [names["second"]]):

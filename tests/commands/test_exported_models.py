@@ -234,7 +234,7 @@ def test_file_that_was_changed_after_its_export_is_refused(
         Classifier.load(folder / "model.onnx")
 
 
-@pytest.mark.parametrize("key", ["class_names", "temperature", "checksum"])
+@pytest.mark.parametrize("key", ["classes", "temperature", "checksum"])
 def test_changed_json_of_an_export_is_refused(
     key: str, exports: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -242,7 +242,7 @@ def test_changed_json_of_an_export_is_refused(
     folder = shutil.copytree(source.parent, tmp_path / "export")
     record = folder / f"{source.name}.json"
     content = json.loads(record.read_text())
-    changed = {"class_names": content["class_names"][::-1], "temperature": 3.0, "checksum": "0"}
+    changed = {"classes": content["classes"][::-1], "temperature": 3.0, "checksum": "0"}
     record.write_text(json.dumps({**content, key: changed[key]}))
     with refused("weights.damaged", record, "was changed after the export"):
         Classifier.load(folder / source.name)

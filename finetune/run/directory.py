@@ -270,7 +270,7 @@ class RunDir:
                 "run.json); curves and claims may be wrong"
             )
         run_id = self._run_id()
-        kept = [line for line in lines if line is not None and line.pop("run", run_id) == run_id]
+        kept = [line for line in lines if line is not None and line.pop("run", None) == run_id]
         if num_skipped := len(lines) - len(kept):
             skipped = pluralize(num_skipped, "line")
             warn_once(

@@ -142,15 +142,15 @@ def reduce_precision(
         for figures in _conversions(float_path, path, reduced, float_model):
             model = load_exported(path, "onnx")
             actual_N = _find_correct(model, validation, thresholds, expected_N, reduced.max_drop)
-            compared = compare_correct(expected_N[: len(actual_N)], actual_N)
-            drop = -100 * compared["difference"]
-            low, high = (-100 * bound for bound in reversed(compared["interval"]))
+            compared = compare_correct(actual_N, expected_N[: len(actual_N)])
+            drop = 100 * compared["difference"]
+            low, high = (100 * bound for bound in compared["interval"])
             if drop <= reduced.max_drop:
                 float_ms, reduced_ms = _measure_latencies([float_model, model], validation)
                 return {
                     "precision": reduced.kind,
-                    "accuracy_float": compared["a"],
-                    "accuracy": compared["b"],
+                    "accuracy_float": compared["b"],
+                    "accuracy": compared["a"],
                     "drop": drop,
                     "drop_interval": [low, high],
                     "max_drop": reduced.max_drop,
@@ -164,7 +164,7 @@ def reduce_precision(
     in_float = len(figures.get("float_layers", ()))
     raise WeightsError(
         f"{name}: {reduced.kind} lowers the accuracy on {len(actual_N)} validation images "
-        f"from {100 * compared['a']:.2f} % to {100 * compared['b']:.2f} %, by {drop:.2f} points "
+        f"from {100 * compared['b']:.2f} % to {100 * compared['a']:.2f} %, by {drop:.2f} points "
         f"(95 % interval {low:.2f} to {high:.2f}; limit {reduced.max_drop:g})"
         + (f", with {in_float} of {figures['num_layers']} layers in float" if in_float else "")
         + f", so it was not written; export without --{reduced.kind}, or raise --max-drop",

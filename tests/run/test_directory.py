@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -307,10 +308,12 @@ def test_metrics_lines_of_another_run_are_skipped(run: RunDir, tmp_path: Path) -
         each.write_json("run.json", {"id": each.path.name})
         each.append_metrics(metrics_line(1, loss))
     path, lines = run.path / "metrics.jsonl", []
-    path.write_bytes(path.read_bytes() + (other.path / "metrics.jsonl").read_bytes())
+    without_id = json.dumps(metrics_line(2, 0.125)).encode() + b"\n"
+    others = (other.path / "metrics.jsonl").read_bytes() + without_id
+    path.write_bytes(path.read_bytes() + others)
     with logged(lines):
         assert run.read_metrics() == [metrics_line(1, 0.5)]
-    assert [("1 line" in line, str(path) in line) for line in lines] == [(True, True)]
+    assert [("2 lines" in line, str(path) in line) for line in lines] == [(True, True)]
 
 
 def test_missing_metrics_are_reported_once_the_run_has_saved_something(run: RunDir) -> None:

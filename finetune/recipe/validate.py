@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.errors import RecipeError, did_you_mean
+from finetune.errors import RecipeError, did_you_mean, redact_secrets
 from finetune.recipe.aliases import MUTUALLY_EXCLUSIVE_KEYS, alias_hint, resolve_alias
 from finetune.recipe.strict_yaml import KeyPath, Problem, SourceLocation, YamlDocument, parse_value
 
@@ -326,5 +326,7 @@ def _format_value(value: Any, written: str | None) -> str:
         return "a mapping"
     if isinstance(value, bool):
         return f"{written or str(value).lower()}, which YAML reads as a boolean"
+    if isinstance(value, str):  # after "=", a password is recognized, as in KEY=me:word@host
+        value = redact_secrets(f"x={value}").removeprefix("x=")
     text = repr(value) if not isinstance(value, (list, tuple)) else str(list(value))
     return text if len(text) <= 60 else text[:57] + "..."

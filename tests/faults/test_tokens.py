@@ -286,6 +286,7 @@ def test_no_secret_from_mistyped_arguments(
         ("train", "net.yaml", f"run.push_to={TOKEN}"),
         ("train", "net.yaml", f"run.note={TOKEN}"),
         ("train", "net.yaml", f"run.note=token={URL_PASSWORD}"),
+        ("train", "net.yaml", f"run.push_to=me:{URL_PASSWORD}@owner/name"),
         ("train", "net.yaml", f"model.name=https://alice:{URL_PASSWORD}@hub/net"),
         ("train", f"https://alice:{URL_PASSWORD}@hub/net.yaml"),
         ("predict", f"hf-hub:alice/net@{TOKEN}", "a.png"),

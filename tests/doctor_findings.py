@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from finetune.data.source import Source
 
 __all__ = ["image_of", "write_findings"]
@@ -23,7 +21,7 @@ def image_of(source: Source, split: str, index: int, **more: Any) -> dict[str, A
 def write_findings(
     folder: Path, source: Source, *, num_errors: int = 3, **changes: Any
 ) -> dict[str, Any]:
-    """Write doctor.json and neighbors.npz: label errors, and a finding of each other kind.
+    """Write doctor.json: label errors, and a finding of each other kind.
 
     Args:
         folder: the folder to write to.
@@ -33,6 +31,7 @@ def write_findings(
     Returns: the content of doctor.json.
     """
     train, names = source.splits["train"], source.class_names
+    similar = [f"train/{index}" for index in range(4)]
     errors = []
     for number in range(num_errors):
         index = number % len(train)
@@ -44,6 +43,7 @@ def write_findings(
                 "given": given if train.is_multilabel else given[0],
                 "suggested": others[:1] if train.is_multilabel else others[number % len(others)],
                 "score": round(1 - number / (num_errors + 1), 4),
+                "similar": {"given": similar, "suggested": similar[::-1]},
             }
         )
     last = len(train) - 1
@@ -72,6 +72,4 @@ def write_findings(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "doctor.json").write_text(json.dumps(content))
-    rows = np.tile(np.arange(4), (len(content["label_errors"]), 1))
-    np.savez(folder / "neighbors.npz", given=rows, suggested=rows[:, ::-1])
     return content

@@ -2,10 +2,10 @@
 
 The splits of a source are diagnosed together; a row is the position of an image in all splits, one
 split after the other. `doctor.json` has the problems, `label_scores.csv` the score of every label,
-and `neighbors.npz` the images nearest to each label error. No image and no label is changed.
+and `doctor.html` is the review page. No image and no label is changed.
 """
 
-# N images, M readable ones, D width, K classes
+# N images, M readable ones, D width, K classes, E label errors
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.data.open_source import open_source
-from finetune.data.source import Source, Split
+from finetune.data.source import Source
 from finetune.doctor.class_overlap import find_class_problems
 from finetune.doctor.features import (
     choose_weights,
@@ -32,7 +32,7 @@ from finetune.doctor.features import (
     count_trained_images,
     held_out_probabilities,
 )
-from finetune.doctor.findings import NEIGHBORS_FILE, Findings, join_labels
+from finetune.doctor.findings import Findings, image_key, join_labels
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
@@ -54,7 +54,7 @@ from finetune.training.accelerator import create_accelerator
 
 __all__ = ["diagnose", "format_diagnosis"]
 
-_NUM_NEIGHBORS = 4
+_NUM_SIMILAR = 4
 # of near-duplicates, measured with planted ones; the precision if none is wrong by chance
 _MIN_PRECISION, _MIN_RECALL = 0.95, 0.94
 _NUM_LISTED = 5  # findings of each kind in the summary
@@ -69,7 +69,7 @@ def diagnose(
     group: str | None = None,
     multilabel: bool = False,
 ) -> dict[str, Any]:
-    """Find the problems of a source; write doctor.json, label_scores.csv and neighbors.npz.
+    """Find the problems of a source; write doctor.json, label_scores.csv and doctor.html.
 
     Args:
         source: a source string, as in `data.source`.
@@ -106,14 +106,13 @@ def diagnose(
             code="data.unreadable",
         )
     features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
-    copies = images.find_copies()
+    copies, groups = images.find_copies(), images.find_groups()
     neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
     facts = measure_pixels(images.decode, len(images))
     found, wrong = find_near_duplicates(neighbors, [facts[row] for row in rows])
     near = [rows[group].tolist() for group in found]
     wrong_by_row = {group[0]: float(each) for group, each in zip(near, wrong, strict=True)}
     same = _merge([*copies, *near])
-    groups = [] if group is None else images.find_groups()
     group_N = np.arange(len(images))
     for members in _merge([*same, *groups]):
         group_N[members] = members[0]
@@ -121,8 +120,12 @@ def diagnose(
         features, labels, group_N[rows], num_classes=len(opened.class_names)
     )
     if run_NK is not None:
-        probabilities_MK = _average(probabilities_MK, run_NK[rows], labels)
+        run_MK = run_NK[rows]
+        held_out = ~np.isnan(run_MK[:, 0])
+        probabilities_MK[held_out] += calibrate(run_MK[held_out], labels[held_out])
+        probabilities_MK[held_out] /= 2
     errors = find_label_errors(probabilities_MK, labels)
+    similar_images = _find_similar(features[0], labels, errors)
     unusual = find_pixel_problems(facts)
     outliers = {each.row: each for each in unusual}
     for each in find_feature_outliers(neighbors, labels):
@@ -130,18 +133,14 @@ def diagnose(
         outliers.setdefault(row, Outlier(row, each.reason, each.score))
     leaks = [each for each in same if images.spans_splits(each)]
     duplicates = [each for each in same if not images.spans_splits(each)]
+    names = [each.name for each in candidates]
+    trained = {each: count_trained_images(each, opened) for each in (*names, run) if each}
     diagnosis: Any = {
         "source": redact_urls(opened.name),
         "classes": opened.class_names,
         "multilabel": multilabel,
-        "weights": [each.name for each in candidates],
-        "seen_in_training": {
-            name: count
-            for name in dict.fromkeys(
-                [*(each.name for each in candidates), *([run] if run else [])]
-            )
-            if (count := count_trained_images(name, opened))
-        },
+        "weights": names,
+        "seen_in_training": {name: count for name, count in trained.items() if count},
         "splits": {
             name: {"images": len(split), "fingerprint": split.fingerprint}
             for name, split in opened.splits.items()
@@ -152,8 +151,12 @@ def diagnose(
                 "given": images.label_names(labels[index]),
                 "suggested": images.label_names(errors.suggested[index]),
                 "score": round(float(errors.scores_N[index]), 4),
+                "similar": {
+                    name: [images.key(row) for row in rows[nearest]]
+                    for name, nearest in similar.items()
+                },
             }
-            for index in errors.indices
+            for index, similar in zip(errors.indices, similar_images, strict=True)
         ],
         "duplicates": images.describe_groups(duplicates),
         "leaks": images.describe_groups(leaks),
@@ -178,12 +181,9 @@ def diagnose(
         "seconds": round(time.perf_counter() - started, 1),
     }
     write_atomically(folder / "label_scores.csv", _format_scores(images, rows, errors))
-    neighbors_of_errors, file = _find_neighbors(features[0], labels, rows, errors), io.BytesIO()
-    np.savez_compressed(file, **neighbors_of_errors)  # type: ignore[arg-type]
-    write_atomically(folder / NEIGHBORS_FILE, file.getvalue())
     text = json.dumps(diagnosis, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(folder / DIAGNOSIS_FILE, text)
-    write_review_page(Findings(opened, diagnosis, neighbors_of_errors), folder)
+    write_review_page(Findings(opened, diagnosis), folder)
     return diagnosis
 
 
@@ -285,58 +285,56 @@ class _Images:
     """The images of all splits of a source, one split after the other.
 
     Attributes:
+        places: split and index of each image.
         labels: class indices (N,), or 0/1 indicators (N, K).
     """
 
     def __init__(self, source: Source) -> None:
+        splits = source.splits.values()
+        self.places = [(split, index) for split in splits for index in range(len(split))]
+        self.labels = np.concatenate([split.labels for split in splits])
         self._class_names = source.class_names
-        self._splits = list(source.splits.values())
-        self._first_rows = np.cumsum([0, *map(len, self._splits)])
-        self.labels = np.concatenate([split.labels for split in self._splits])
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.places)
 
     def find_copies(self) -> list[list[int]]:
-        """Return groups of images with equal files; none if images are streamed."""
-        if any(split.is_streamed for split in self._splits):
-            return []
-        digests = (digest for split in self._splits for digest in split.digests)
-        # unreadable images have no digest
-        return _equal_values(digest.tobytes() if digest.any() else None for digest in digests)
+        """Return groups of images with equal files; streamed images have no digests."""
+        return _equal_values(
+            b"" if split.is_streamed else split.digests[index].tobytes().strip(b"\0")
+            for split, index in self.places
+        )
 
     def find_groups(self) -> list[list[int]]:
         """Return the rows of each group of `data.group` that has several images."""
-        names = [
-            split.groups if split.groups is not None else [""] * len(split)
-            for split in self._splits
-        ]
-        return _equal_values(str(name) or None for name in itertools.chain.from_iterable(names))
+        return _equal_values(
+            "" if split.groups is None else split.groups[index] for split, index in self.places
+        )
 
     def spans_splits(self, group: Sequence[int]) -> bool:
         """Return True if a group has images of several splits."""
-        return len({self.locate(row)[0].name for row in group}) > 1
+        return len({self.places[row][0].name for row in group}) > 1
 
     def describe_groups(self, groups: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]]:
         """Describe each image of each group."""
         return [[self.describe(row) for row in group] for group in groups]
 
-    def locate(self, row: int) -> tuple[Split, int]:
-        """Return the split of a row, and the index in it."""
-        number = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        return self._splits[number], int(row - self._first_rows[number])
-
     def decode(self, row: int) -> NDArray[np.uint8]:
         """Decode the image of a row."""
-        split, index = self.locate(row)
+        split, index = self.places[row]
         return split.decode(index)
 
     def describe(self, row: int) -> dict[str, Any]:
         """Return split, index, path and digest of a row."""
-        split, index = self.locate(row)
+        split, index = self.places[row]
         digest = None if split.is_streamed else split.digests[index].tobytes().hex()
         path = split.name_of(index)
         return {"split": split.name, "index": index, "path": path, "digest": digest}
+
+    def key(self, row: int) -> str:
+        """Return the key of a row, see `Findings`."""
+        split, index = self.places[row]
+        return image_key(split.name, index)
 
     def label_names(self, label: Any) -> str | list[str]:
         """Return the class name of a label, or the names of a multi-label one."""
@@ -346,22 +344,12 @@ class _Images:
 
 
 def _equal_values(values: Iterable[Hashable]) -> list[list[int]]:
-    """Return the indices of each value, except None, that occurs several times."""
+    """Return the indices of each value, except empty ones, that occurs several times."""
     indices: dict[Hashable, list[int]] = {}
     for index, value in enumerate(values):
-        if value is not None:
+        if value:
             indices.setdefault(value, []).append(index)
     return [each for each in indices.values() if len(each) > 1]
-
-
-def _average(
-    probabilities_MK: NDArray[np.float64], run_MK: NDArray[np.float64], labels: NDArray[Any]
-) -> NDArray[np.float64]:
-    """Average the probabilities with a run's calibrated ones, for the images that it has."""
-    rows = np.flatnonzero(~np.isnan(run_MK[:, 0]))
-    averaged_MK = probabilities_MK.copy()
-    averaged_MK[rows] = (probabilities_MK[rows] + calibrate(run_MK[rows], labels[rows])) / 2
-    return averaged_MK
 
 
 def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors) -> str:
@@ -370,7 +358,7 @@ def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["split", "index", "given", "suggested", "score"])
     for row, suggested, score in zip(rows, errors.suggested, errors.scores_N, strict=True):
-        split, index = images.locate(row)
+        split, index = images.places[row]
         names = [
             escape_csv_formula(join_labels(images.label_names(label)))
             for label in (images.labels[row], suggested)
@@ -379,43 +367,29 @@ def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors
     return text.getvalue()
 
 
-def _find_neighbors(
-    values_MD: NDArray[np.float32],
-    labels: NDArray[Any],
-    rows: NDArray[np.int64],
-    errors: LabelErrors,
-) -> dict[str, NDArray[np.int64]]:
+def _find_similar(
+    values_MD: NDArray[np.float32], labels: NDArray[Any], errors: LabelErrors
+) -> list[dict[str, list[int]]]:
     """Find the images nearest to each label error that have the given or the suggested label.
 
-    Returns: "given" and "suggested", (E, 4) rows each, nearest first; -1 for none.
+    Returns: for each label error, "given" and "suggested" with up to four indices, nearest first.
     """
     from sklearn.neighbors import NearestNeighbors
     from sklearn.preprocessing import normalize
 
     unit_MD = normalize(values_MD - values_MD.mean(axis=0))
-    label_ids = _label_ids(np.concatenate([labels, errors.suggested]))
-    given_M, suggested_M = label_ids[: len(labels)], label_ids[len(labels) :]
-    neighbors = {}
+    # number the labels: equal sets of classes of multi-label data get equal numbers
+    both = np.concatenate([labels, errors.suggested])
+    given_M, suggested_M = np.split(np.unique(both, axis=0, return_inverse=True)[1].ravel(), 2)
+    similar: list[dict[str, list[int]]] = [{"given": [], "suggested": []} for _ in errors.indices]
     for name, wanted_M in (("given", given_M), ("suggested", suggested_M)):
-        nearest = np.full((len(errors.indices), _NUM_NEIGHBORS), -1, dtype=np.int64)
-        for label in np.unique(wanted_M[errors.indices]):
-            numbers = np.flatnonzero(wanted_M[errors.indices] == label)
-            members = np.flatnonzero(given_M == label)
-            if not len(members):
-                continue
-            num_neighbors = min(_NUM_NEIGHBORS + 1, len(members))  # the image itself is one
-            search = NearestNeighbors(n_neighbors=num_neighbors, algorithm="brute")
+        wanted_E = wanted_M[errors.indices]
+        for label in np.intersect1d(wanted_E, given_M):
+            members, numbers = np.flatnonzero(given_M == label), np.flatnonzero(wanted_E == label)
             queries = errors.indices[numbers]
+            num_neighbors = min(_NUM_SIMILAR + 1, len(members))  # the image itself is one
+            search = NearestNeighbors(n_neighbors=num_neighbors, algorithm="brute")
             found = search.fit(unit_MD[members]).kneighbors(unit_MD[queries], return_distance=False)
             for number, query, near in zip(numbers, queries, members[found], strict=True):
-                others = rows[near[near != query]][:_NUM_NEIGHBORS]
-                nearest[number, : len(others)] = others
-        neighbors[name] = nearest
-    return neighbors
-
-
-def _label_ids(labels: NDArray[Any]) -> NDArray[np.int64]:
-    """Number the labels: equal sets of classes of multi-label data get equal numbers."""
-    if labels.ndim == 1:
-        return labels
-    return np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+                similar[number][name] = near[near != query][:_NUM_SIMILAR].tolist()
+    return similar

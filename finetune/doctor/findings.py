@@ -1,19 +1,15 @@
 """Read `doctor.json`, and describe each finding as the review page shows it."""
 
-# E label errors
-
 from __future__ import annotations
 
 import json
 import shlex
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
@@ -25,9 +21,8 @@ from finetune.report.doctor_findings import (
     read_diagnosis,
 )
 
-__all__ = ["KINDS", "NEIGHBORS_FILE", "Findings", "class_key", "join_labels", "open_findings"]
+__all__ = ["KINDS", "Findings", "class_key", "image_key", "join_labels", "open_findings"]
 
-NEIGHBORS_FILE = "neighbors.npz"
 # the sections of the page, in their order
 KINDS = {
     "label_errors": "Label errors",
@@ -43,53 +38,42 @@ _EXAMPLES_PER_CLASS = 4
 class Findings:
     """The findings of one diagnosis.
 
-    The key of an image is its split and index, such as "train/17". A decision is about one key:
-    that of an image or, for a class problem, the classes as JSON.
+    A decision is about one key: that of an image (`image_key`) or of a class problem (`class_key`).
 
     Args:
         source: the diagnosed dataset.
         diagnosis: the content of doctor.json.
-        neighbors: "given" and "suggested": rows (E, 4) of the images with this label that are
-            nearest to each label error, -1 for none.
     Attributes:
         source: the diagnosed dataset.
+        is_multilabel: True if an image may have any number of labels.
         expected: the expected number of true problems of each kind, with its interval.
         images: the images of all findings by key, with split, index, path and digest.
         keys: for each kind of finding, the keys to decide on of each finding, surest finding first.
+    Raises: KeyError or ValueError if the dataset lacks an image or a class of the diagnosis.
     """
 
-    def __init__(
-        self, source: Source, diagnosis: Diagnosis, neighbors: Mapping[str, NDArray[np.int64]]
-    ) -> None:
+    def __init__(self, source: Source, diagnosis: Diagnosis) -> None:
         self.source = source
+        self.is_multilabel = diagnosis["multilabel"]
         self.expected = diagnosis["expected"]
         self.images: dict[str, DiagnosedImage] = {}
         self.keys: dict[str, list[list[str]]] = {}
-        self._found: dict[str, Sequence[Any]] = {}
-        self._neighbors = neighbors
-        self._class_index = {name: index for index, name in enumerate(source.class_names)}
+        self._found: dict[str, list[Any]] = {}
         for kind in KINDS:
             found: Sequence[Any] = diagnosis[kind]  # type: ignore[literal-required]
-            groups = [each if isinstance(each, list) else [each] for each in found]
-            self._found[kind] = groups
-            self.keys[kind] = [[self._add(each) for each in group] for group in groups]
+            self._found[kind] = [each if isinstance(each, list) else [each] for each in found]
+            self.keys[kind] = [[self._add(each) for each in group] for group in self._found[kind]]
 
     def _add(self, image: Any) -> str:
         """Register an image. Returns: its key, or that of a class problem."""
         if "classes" in image:
-            if unknown := set(image["classes"]) - self._class_index.keys():
+            if unknown := set(image["classes"]) - set(self.source.class_names):
                 raise ValueError(f"the classes {sorted(unknown)} are not in the data")
             return class_key(image["classes"])
-        if image["index"] >= len(self.source.splits[image["split"]]):
-            raise ValueError(f"{image['split']} has no image {image['index']}")
-        key = f"{image['split']}/{image['index']}"
+        key = image_key(image["split"], image["index"])
+        self.locate(key)
         self.images.setdefault(key, image)
         return key
-
-    @property
-    def is_multilabel(self) -> bool:
-        """True if an image may have any number of labels."""
-        return any(split.is_multilabel for split in self.source.splits.values())
 
     def describe(self, kind: str, start: int, stop: int) -> list[dict[str, Any]]:
         """Describe some findings of a kind, as JSON values for the page.
@@ -99,37 +83,49 @@ class Findings:
             "reason", "classes" with their "sizes" in images, and "count"; those that do not apply
             are missing.
         """
-        numbered = enumerate(self._found[kind][start:stop], start)
-        return [self._describe(kind, number, group) for number, group in numbered]
-
-    def _describe(self, kind: str, number: int, group: Sequence[Any]) -> dict[str, Any]:
-        first = group[0]
+        found = self._found[kind][start:stop]
         if kind == "class_problems":
-            return {
-                "images": [],
-                "reason": first["kind"],
-                "classes": first["classes"],
-                "score": first["score"],
-                "count": first["images"],
-                "sizes": [
-                    sum(len(indices) for _, indices in self._images_of(name))
-                    for name in first["classes"]
-                ],
-                "examples": [[name, self._class_examples(name)] for name in first["classes"]],
-            }
-        images = [
-            {"key": key, "path": image["path"], "given": self.given_label(key)}
-            for key, image in zip(self.keys[kind][number], group, strict=True)
-        ]
-        finding: dict[str, Any] = {"images": images, "examples": []}
-        finding |= {key: first[key] for key in ("score", "reason") if key in first}
-        if kind == "label_errors":
-            finding["suggested"] = join_labels(first["suggested"])
-            labels = {"given": images[0]["given"], "suggested": finding["suggested"]}
-            finding["examples"] = [
-                [label, [self._row_key(row) for row in self._neighbors[key][number] if row >= 0]]
-                for key, label in labels.items()
-            ]
+            return [self._describe_classes(problem) for (problem,) in found]
+        return [self._describe_images(group) for group in found]
+
+    def _describe_classes(self, problem: Any) -> dict[str, Any]:
+        members = [self._images_of(name) for name in problem["classes"]]
+        return {
+            "images": [],
+            "reason": problem["kind"],
+            "classes": problem["classes"],
+            "score": problem["score"],
+            "count": problem["images"],
+            "sizes": [sum(map(len, by_split.values())) for by_split in members],
+            "examples": [
+                [name, _choose_examples(by_split)]
+                for name, by_split in zip(problem["classes"], members, strict=True)
+            ],
+        }
+
+    def _images_of(self, class_name: str) -> dict[str, NDArray[np.int64]]:
+        """Return the indices of the images of a class in each split."""
+        k = self.source.class_names.index(class_name)
+        return {
+            name: np.flatnonzero(split.labels[:, k] if self.is_multilabel else split.labels == k)
+            for name, split in self.source.splits.items()
+        }
+
+    def _describe_images(self, group: Sequence[Any]) -> dict[str, Any]:
+        keys = [image_key(image["split"], image["index"]) for image in group]
+        finding: dict[str, Any] = {
+            "images": [
+                {"key": key, "path": image["path"], "given": self.given_label(key)}
+                for key, image in zip(keys, group, strict=True)
+            ],
+            "examples": [],
+        }
+        finding |= {name: group[0][name] for name in ("score", "reason") if name in group[0]}
+        if "suggested" in group[0]:
+            finding["suggested"] = join_labels(group[0]["suggested"])
+            labels = {"given": self.given_label(keys[0]), "suggested": finding["suggested"]}
+            similar = group[0].get("similar", {})
+            finding["examples"] = [[label, similar.get(name, [])] for name, label in labels.items()]
         return finding
 
     def given_label(self, key: str) -> str:
@@ -148,35 +144,23 @@ class Findings:
             raise KeyError(key)
         return split, int(index)
 
-    def _row_key(self, row: int) -> str:
-        """Return the key of the image in a row; the rows go through one split after the other."""
-        splits = list(self.source.splits.values())
-        while row >= len(splits[0]):
-            row -= len(splits.pop(0))
-        return f"{splits[0].name}/{row}"
 
-    def _class_examples(self, name: str) -> list[str]:
-        """Return keys of images of a class, from all over the first split that has it."""
-        for split, indices in self._images_of(name):
-            if len(indices):
-                chosen = np.linspace(0, len(indices) - 1, _EXAMPLES_PER_CLASS).round().astype(int)
-                return [f"{split}/{index}" for index in np.unique(indices[chosen])]
-        return []
+def _choose_examples(indices_by_split: dict[str, NDArray[np.int64]]) -> list[str]:
+    """Return keys of images from all over the first split that has any."""
+    for split, indices in indices_by_split.items():
+        if len(indices):
+            chosen = np.linspace(0, len(indices) - 1, _EXAMPLES_PER_CLASS).round().astype(int)
+            return [image_key(split, index) for index in np.unique(indices[chosen])]
+    return []
 
-    def _images_of(self, name: str) -> list[tuple[str, NDArray[np.int64]]]:
-        """Return the indices of the images of a class in each split."""
-        k = self._class_index[name]
-        return [
-            (
-                split.name,
-                np.flatnonzero(split.labels[:, k] if split.is_multilabel else split.labels == k),
-            )
-            for split in self.source.splits.values()
-        ]
+
+def image_key(split: str, index: int) -> str:
+    """Return the key of an image, such as "train/17"."""
+    return f"{split}/{index}"
 
 
 def class_key(classes: Sequence[str]) -> str:
-    """Return the key of a class problem."""
+    """Return the key of a class problem: its classes as JSON."""
     return json.dumps(list(classes), ensure_ascii=False)
 
 
@@ -207,41 +191,19 @@ def open_findings(source: str, folder: Path, *, decode_size: int | None = None) 
     except FileNotFoundError as error:
         raise refusal("no such file", "data.not_found") from error
     except (OSError, ValueError) as error:
-        raise refusal(f"cannot be read ({_first_line(error)})", "data.damaged") from error
+        cause = str(getattr(error, "strerror", None) or error)
+        raise refusal(f"cannot be read ({cause})", "data.damaged") from error
     opened = open_source(source, multilabel=diagnosis["multilabel"], decode_size=decode_size)
     now = {name: split.fingerprint for name, split in opened.splits.items()}
     then = {name: split["fingerprint"] for name, split in diagnosis["splits"].items()}
     if now != then:
-        names = sorted(name for name, _ in now.items() ^ then.items())
+        names = sorted({name for name, _ in now.items() ^ then.items()})
         raise refusal(
             f"is about other images or labels than {redact_urls(source)} has now (in "
-            f"{', '.join(dict.fromkeys(names))})",
+            f"{', '.join(names)})",
             "data.changed",
         )
     try:
-        return Findings(opened, diagnosis, _read_neighbors(folder, opened, diagnosis))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise refusal(f"is damaged ({_first_line(error)})", "data.damaged") from error
-
-
-def _read_neighbors(
-    folder: Path, source: Source, diagnosis: Diagnosis
-) -> dict[str, NDArray[np.int64]]:
-    """Read the rows of the images nearest to each label error, see `Findings`."""
-    with np.load(folder / NEIGHBORS_FILE, allow_pickle=False) as arrays:
-        neighbors = {key: np.asarray(arrays[key], np.int64) for key in ("given", "suggested")}
-    num_rows = sum(map(len, source.splits.values()))
-    num_errors = len(diagnosis["label_errors"])
-    if any(
-        rows.ndim != 2 or len(rows) != num_errors or (rows >= num_rows).any()
-        for rows in neighbors.values()
-    ):
-        raise ValueError(f"{NEIGHBORS_FILE} is about other findings")
-    return neighbors
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-    return str(getattr(error, "strerror", None) or error).partition("\n")[0][:200]
+        return Findings(opened, diagnosis)
+    except (KeyError, ValueError) as error:
+        raise refusal(f"is damaged ({error})", "data.damaged") from error

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
 
 from finetune.errors import RecipeError
@@ -41,6 +41,7 @@ class DiagnosedImage(TypedDict):
     suggested: NotRequired[_Label]
     reason: NotRequired[str]
     score: NotRequired[FiniteFloat]
+    similar: NotRequired[dict[str, list[str]]]  # keys of images by "given" and "suggested"
 
 
 class _ClassProblem(TypedDict):
@@ -77,7 +78,13 @@ class Diagnosis(TypedDict):
 def read_diagnosis(folder: Path) -> Diagnosis:
     """Read doctor.json. Raises: OSError or ValueError if it is missing or damaged."""
     with open_regular_file(folder / DIAGNOSIS_FILE, max_bytes=_MAX_BYTES) as stream:
-        return TypeAdapter(Diagnosis).validate_json(stream.read())
+        try:
+            return TypeAdapter(Diagnosis).validate_json(stream.read())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            message = f"{where}: {first['msg']}" if where else "not the JSON that the doctor writes"
+            raise ValueError(message) from None
 
 
 class DoctorFindings:

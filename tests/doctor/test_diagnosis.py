@@ -94,13 +94,13 @@ def test_neighbors_have_the_given_and_the_suggested_label(
     train = image_folder / "train"
     shutil.move(train / "red" / "red-3.png", train / "green" / "wrong.png")
     diagnosis = diagnose(image_folder, tmp_path / "out")
-    source = open_source(f"folder:{image_folder}")
-    labels = np.concatenate([split.labels for split in source.splits.values()])
-    with np.load(tmp_path / "out" / "neighbors.npz") as neighbors:
-        for kind in ("given", "suggested"):
-            assert neighbors[kind].shape == (len(diagnosis["label_errors"]), 4)
-            for error, rows in zip(diagnosis["label_errors"], neighbors[kind], strict=True):
-                assert {source.class_names[k] for k in labels[rows]} == {error[kind]}
+    splits = open_source(f"folder:{image_folder}").splits
+    for error in diagnosis["label_errors"]:
+        for kind, keys in error["similar"].items():
+            places = [key.split("/") for key in keys]
+            names = {splits[split].name_of(int(index)).split("/")[1] for split, index in places}
+            assert (len(keys), names) == (4, {error[kind]})
+            assert f"{error['split']}/{error['index']}" not in keys
 
 
 def test_predictions_of_a_run_count_for_its_held_out_images(

@@ -1,4 +1,4 @@
-"""Reading doctor.json and neighbors.npz."""
+"""Reading doctor.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from doctor_findings import image_of, write_findings
 from refusals import refused
@@ -78,15 +77,8 @@ def test_damaged_findings(tmp_path: Path, source: Source, changes: dict[str, Any
         open_findings(source.name, tmp_path)
 
 
-def test_damaged_files(tmp_path: Path, source: Source) -> None:
+def test_damaged_file(tmp_path: Path, source: Source) -> None:
     content = json.dumps(write_findings(tmp_path, source))
-    for neighbors in (b"PK\x03\x04", np.full((3, 4), 99), np.zeros((2, 4), int)):
-        if isinstance(neighbors, bytes):
-            (tmp_path / "neighbors.npz").write_bytes(neighbors)
-        else:
-            np.savez(tmp_path / "neighbors.npz", given=neighbors, suggested=neighbors)
-        with refused("data.damaged", tmp_path):
-            open_findings(source.name, tmp_path)
     (tmp_path / "doctor.json").write_text(content[:-10])
     with refused("data.damaged", tmp_path / "doctor.json"):
         open_findings(source.name, tmp_path)

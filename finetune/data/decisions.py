@@ -50,6 +50,7 @@ __all__ = [
     "Decision",
     "DecisionSummary",
     "apply_decisions",
+    "label_names",
     "read_decisions",
     "split_decisions",
     "write_decisions",
@@ -309,7 +310,7 @@ def _check_unchanged(source: Source, located: Mapping[str, Mapping[int, Decision
                 causes[index] = "other content"
         for index, one in by_index.items():
             now = [source.class_names[label] for label in split.class_indices(index)]
-            if one.given is not None and sorted(now) != _label_names(one.given, split):
+            if one.given is not None and sorted(now) != label_names(one.given, split):
                 causes[index] = f"its label is {'|'.join(now) or '[]'!r}, not {one.given!r}"
         for index, cause in causes.items():
             raise by_index[index].error(
@@ -319,7 +320,7 @@ def _check_unchanged(source: Source, located: Mapping[str, Mapping[int, Decision
             )
 
 
-def _label_names(text: str, split: Split) -> list[str]:
+def label_names(text: str, split: Split) -> list[str]:
     """Return the sorted labels of a multi-label image, or the only one of another."""
     if not split.is_multilabel:
         return [text]
@@ -338,7 +339,7 @@ def _class_index(source: Source, name: str, decision: Decision) -> int:
 def _encode_label(source: Source, split: Split, decision: Decision) -> Any:
     """Return the label of a relabeled image, see `Split.labels`."""
     indices = [
-        _class_index(source, name, decision) for name in _label_names(decision.label or "", split)
+        _class_index(source, name, decision) for name in label_names(decision.label or "", split)
     ]
     if not split.is_multilabel:
         return indices[0]

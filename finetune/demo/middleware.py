@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.demo.uploads import list_files, remove_oldest_files
 from finetune.log import warn_once
-from finetune.web.access import is_cross_origin
+from finetune.web.access import refuse_post
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -123,21 +123,18 @@ class DemoMiddleware:
             return receive, 0
         if scope["method"] != "POST" or not _ALLOWED_POST.fullmatch(path):
             raise _RequestRefused(404, "page not found")
-        if is_cross_origin(headers) and headers.get("origin") not in self._trusted_origins:
-            raise _RequestRefused(403, "cross-origin requests are not allowed")
-        length = headers.get("content-length", "")
-        if not length.isdecimal() or "transfer-encoding" in headers:
-            raise _RequestRefused(411, "a request needs a Content-Length")
         is_upload = path == _UPLOAD
         max_bytes = self._max_upload_bytes + _FORM_OVERHEAD_BYTES if is_upload else _MAX_BODY_BYTES
-        if int(length) > max_bytes:
-            raise _RequestRefused(413, f"more than {max_bytes / 2**20:.2g} MB; send a smaller file")
+        refusal = refuse_post(headers, max_bytes=max_bytes, trusted_origins=self._trusted_origins)
+        if refusal:
+            raise _RequestRefused(*refusal)
         if is_upload:
-            room = self._max_total_bytes - int(length)
+            length = int(headers["content-length"])
+            room = self._max_total_bytes - length
             if self._open_upload_bytes > room:
                 raise _RequestRefused(503, "too many uploads at once; try again later")
             remove_oldest_files(self._upload_folder, max_total_bytes=room, keep=self._examples)
-            return receive, int(length)
+            return receive, length
         return await self._check_body(receive), 0
 
     async def _check_body(self, receive: Receive) -> Receive:

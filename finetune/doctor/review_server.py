@@ -6,23 +6,29 @@ decisions.csv before it is confirmed, so a killed review continues with the next
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
 import threading
-import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import process_lifecycle
-from finetune.data.decisions import Decision, read_decisions, write_decisions
+from finetune.data.decisions import Decision, label_names, read_decisions, write_decisions
 from finetune.data.stat_signatures import stat_signature
-from finetune.doctor.findings import KINDS, Findings, class_key, open_findings
+from finetune.doctor.findings import KINDS, Findings, class_key, image_key, open_findings
 from finetune.doctor.review_page import DECISIONS_FILE, render_review, training_command
 from finetune.errors import FinetuneError, SetupError, install_hint
 from finetune.log import logger
 from finetune.report.thumbnails import encode_thumbnail
-from finetune.web.access import is_cross_origin, is_loopback, resolve_port, trusted_hosts
+from finetune.web.access import (
+    is_cross_origin,
+    is_loopback,
+    listen,
+    refuse_post,
+    trusted_hosts,
+)
 from finetune.web.connections import ConnectionLimits, limit_log_rate
 
 if TYPE_CHECKING:
@@ -70,53 +76,42 @@ def serve_review(
             f"{Path(folder) / 'doctor.html'}, which needs no server",
             code="setup.missing_package",
         ) from error
-    port = resolve_port(host, port)
     folder = Path(folder)
-    findings = open_findings(source, folder, decode_size=_PICTURE_PIXELS["large"])
-    decisions = DecisionFile(folder / DECISIONS_FILE, findings)
-    config = uvicorn.Config(
-        build_app(findings, decisions, folder, host=host),
-        host=host.strip("[]"),
-        port=port,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=1,
-    )
-    config.load()
-    config.http_protocol_class = ConnectionLimits(config.http_protocol_class)  # type: ignore[assignment]
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    url = f"http://[{config.host}]:{port}" if ":" in config.host else f"http://{host}:{port}"
-    server, stop = uvicorn.Server(config), threading.Event()
-    thread = threading.Thread(target=server.run, daemon=True)
-    with process_lifecycle.handle_interrupts(lambda _: stop.set()), limit_log_rate():
-        thread.start()
-        while not server.started:
-            if not thread.is_alive():
-                raise SetupError(
-                    f"--host {host} --port {port}: cannot listen; choose another with --port",
-                    code="setup.wrong_address",
-                )
-            time.sleep(0.02)
-        process_lifecycle.resume_garbage_collection()
-        logger.info(f"the review is at {url} (press Ctrl-C to stop it)")
+    with listen(host, port) as listener:
+        findings = open_findings(source, folder, decode_size=_PICTURE_PIXELS["large"])
+        decisions = DecisionFile(folder / DECISIONS_FILE, findings)
+        config = uvicorn.Config(
+            build_app(findings, decisions, folder, host=host),
+            log_level="warning",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        config.load()
+        config.http_protocol_class = ConnectionLimits(config.http_protocol_class)  # type: ignore[assignment]
+        server = uvicorn.Server(config)
+        address = host.strip("[]")
+        name = f"[{address}]" if ":" in address else address
+        url = f"http://{name}:{listener.getsockname()[1]}"
         if not is_loopback(host):
             logger.warning(
                 f"--host {host}: anyone who can reach this address can see the images, and decide "
                 "about the findings"
             )
-        stop.wait()
-        server.should_exit = True
-        thread.join(timeout=5)
+        process_lifecycle.resume_garbage_collection()
+        end = functools.partial(setattr, server, "should_exit")
+        with process_lifecycle.handle_interrupts(end), limit_log_rate():
+            logger.info(f"the review is at {url} (press Ctrl-C to stop it)")
+            server.run(sockets=[listener])
     keys = [keys for kind in findings.keys.values() for keys in kind]
     decided = sum(all(key in decisions.by_key for key in each) for each in keys)
     logger.info(f"{decided:,} of {len(keys):,} findings are decided")
     if decisions.by_key:
-        logger.info(
-            f"train with the decisions: {training_command(findings.source, decisions.file)}"
-        )
+        command = training_command(findings.source, decisions.file)
+        logger.info(f"train with the decisions: {command}")
     return {
         "url": url,
         "decisions": str(decisions.file),
@@ -144,6 +139,12 @@ class DecisionFile:
         self._others: list[Decision] = []
         self._findings = findings
         self._class_keys = {key for keys in findings.keys["class_problems"] for key in keys}
+        counts = Counter(image["path"] for image in findings.images.values())
+        self._key_of_path = {
+            image["path"]: key
+            for key, image in findings.images.items()
+            if counts[image["path"]] == 1
+        }
         self._lock = threading.Lock()
         self._stat: tuple[int, ...] | None = None
         self._read_if_changed()
@@ -157,17 +158,11 @@ class DecisionFile:
         Raises: ValueError for a change that is not possible, which changes nothing; SetupError if
             the file cannot be written.
         """
-        decisions = {
-            key: None if change is None else self._parse(key, change)
-            for key, change in changes.items()
-        }
+        parsed = {key: change and self._parse(key, change) for key, change in changes.items()}
         with self._lock:
             self._read_if_changed()  # a person may edit the file meanwhile
-            for key, decision in decisions.items():
-                if decision is None:
-                    self.by_key.pop(key, None)
-                else:
-                    self.by_key[key] = decision
+            changed = {**self.by_key, **parsed}
+            self.by_key = {key: one for key, one in changed.items() if one is not None}
             write_decisions(self.file, [*self._others, *self.by_key.values()])
             self._stat = stat_signature(self.file)
 
@@ -179,9 +174,7 @@ class DecisionFile:
                 key: {
                     "action": one.action,
                     "label": one.label,
-                    "given": self._findings.given_label(key)
-                    if key in self._findings.images
-                    else one.given,
+                    "given": one.given or self._findings.given_label(key),
                 }
                 for key, one in self.by_key.items()
             }
@@ -191,30 +184,28 @@ class DecisionFile:
         if not isinstance(change, dict):
             raise ValueError("a decision is an object with an action")
         action, label, given = (change.get(name) for name in ("action", "label", "given"))
-        names = set(self._findings.source.class_names)
+        source = self._findings.source
         if image := self._findings.images.get(key):
-            labels: list[Any] = [label]
-            if isinstance(label, str) and self._findings.is_multilabel:
-                labels = [] if label == "[]" else label.split("|")
             if action not in ("keep", "drop", "relabel"):
                 raise ValueError(f"unknown action {action!r} for an image")
-            if action == "relabel" and not names.issuperset(labels):
+            if action != "relabel":
+                label = None
+            elif not {*source.class_names}.issuperset(
+                label_names(str(label), source.splits[image["split"]])
+            ):
                 raise ValueError(f"unknown label {label!r}")
-            return Decision(
-                action,
-                image["split"],
-                image["index"],
-                image["path"],
-                self._findings.given_label(key),
-                label if action == "relabel" else None,
-                image.get("digest"),
-            )
+            place, digest = (image["split"], image["index"], image["path"]), image.get("digest")
+            return Decision(action, *place, self._findings.given_label(key), label, digest)
         if key not in self._class_keys:
             raise ValueError(f"unknown image {key!r}")
         classes = json.loads(key)
         if action == "keep":
             return Decision("keep", given=classes[0], label=classes[1] if classes[1:] else None)
-        if action != "merge" or given not in classes or label not in names - {given}:
+        if (
+            action != "merge"
+            or given not in classes
+            or label not in {*source.class_names} - {given}
+        ):
             raise ValueError(f"{key} cannot be merged in this way")
         return Decision("merge", given=given, label=label)
 
@@ -222,31 +213,26 @@ class DecisionFile:
         signature = stat_signature(self.file) if self.file.exists() else None
         if signature == self._stat:
             return
-        by_path: dict[str, str | None] = {}
-        for key, image in self._findings.images.items():
-            by_path[image["path"]] = key if image["path"] not in by_path else None
         decisions = read_decisions(self.file) if signature else []
         self.by_key, self._others, self._stat = {}, [], signature
         for decision in decisions:
-            decided = self._key_of(decision, by_path)
-            if decided is None or decided in self.by_key:
+            key = self._key_of(decision)
+            if key is None or key in self.by_key:
                 self._others.append(decision)
             else:
-                self.by_key[decided] = decision
+                self.by_key[key] = decision
 
-    def _key_of(self, decision: Decision, by_path: Mapping[str, str | None]) -> str | None:
+    def _key_of(self, decision: Decision) -> str | None:
         """Return the key of a decision; None if it is not about a finding."""
         if decision.path is None and decision.index is None:
             classes = [name for name in (decision.given, decision.label) if name is not None]
-            keys = (classes, classes[::-1], classes[:1])
-            return next((key for key in map(class_key, keys) if key in self._class_keys), None)
-        key = by_path.get(decision.path or "")
+            keys = map(class_key, (classes, classes[::-1], classes[:1]))
+            return next((key for key in keys if key in self._class_keys), None)
+        key = self._key_of_path.get(decision.path or "")
         if decision.split is not None and decision.index is not None:
-            key = f"{decision.split}/{decision.index}"
+            key = image_key(decision.split, decision.index)
         image = self._findings.images.get(key or "")
-        if image is None or decision.path not in (None, image["path"]):
-            return None
-        return key
+        return key if image and decision.path in (None, image["path"]) else None
 
 
 def build_app(
@@ -266,7 +252,7 @@ def build_app(
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import HTMLResponse, PlainTextResponse, Response
+    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     def send_page(request: Request) -> Response:
@@ -284,8 +270,7 @@ def build_app(
         if kind not in KINDS or not (start.isdecimal() and count.isdecimal()):
             raise HTTPException(404, "no such findings")
         stop = int(start) + min(int(count), _MAX_FINDINGS)
-        body = json.dumps(findings.describe(kind, int(start), stop))
-        return Response(body, media_type="application/json")
+        return JSONResponse(findings.describe(kind, int(start), stop))
 
     def send_picture(request: Request) -> Response:
         size, key = (request.path_params[name] for name in ("size", "key"))
@@ -300,7 +285,7 @@ def build_app(
 
     async def take_decisions(request: Request) -> Response:
         try:
-            changes = json.loads(await request.body())
+            changes = await request.json()
             if not isinstance(changes, dict):
                 raise ValueError("expected a JSON object that maps keys to decisions")
             await run_in_threadpool(decisions.update, changes)
@@ -311,8 +296,12 @@ def build_app(
         return Response(status_code=204)
 
     async def check_request(request: Request, forward: Any) -> Response:
-        refusal = _refuse(request)
-        response = await forward(request) if refusal is None else PlainTextResponse(*refusal)
+        refusal = None
+        if request.method == "POST":
+            refusal = refuse_post(request.headers, max_bytes=_MAX_BODY_BYTES)
+        elif request.url.path != "/" and is_cross_origin(request.headers):
+            refusal = 403, "cross-origin requests are not allowed"
+        response = PlainTextResponse(refusal[1], refusal[0]) if refusal else await forward(request)
         response.headers.update(_HEADERS)
         return response
 
@@ -328,18 +317,3 @@ def build_app(
             Middleware(BaseHTTPMiddleware, dispatch=check_request),
         ],
     )
-
-
-def _refuse(request: Request) -> tuple[str, int] | None:
-    """Return why a request is refused, and the HTTP status; None if it is accepted."""
-    if request.url.path != "/" and is_cross_origin(request.headers):
-        return "cross-origin requests are not allowed", 403
-    if request.method == "POST":
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            return "expected JSON", 415
-        length = request.headers.get("content-length", "")
-        if not length.isdecimal():
-            return "a request needs a Content-Length", 411
-        if int(length) > _MAX_BODY_BYTES:
-            return "too many decisions at once", 413
-    return None

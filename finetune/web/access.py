@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from finetune.errors import SetupError
 
-__all__ = ["is_cross_origin", "is_loopback", "resolve_port", "trusted_hosts"]
+__all__ = [
+    "is_cross_origin",
+    "is_loopback",
+    "listen",
+    "refuse_post",
+    "resolve_port",
+    "trusted_hosts",
+]
 
 _MAX_PORT = 65535
 
@@ -48,14 +55,43 @@ def is_cross_origin(headers: Mapping[str, str]) -> bool:
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
+def refuse_post(
+    headers: Mapping[str, str], *, max_bytes: int, trusted_origins: Collection[str] = ()
+) -> tuple[int, str] | None:
+    """Return the HTTP status and the reason if a POST request is refused; None if it is accepted.
+
+    Args:
+        headers: the request headers, with lower-case names.
+        max_bytes: maximum size of the body.
+        trusted_origins: further origins whose pages may send requests.
+    """
+    if is_cross_origin(headers) and headers.get("origin") not in trusted_origins:
+        return 403, "cross-origin requests are not allowed"
+    length = headers.get("content-length", "")
+    if not length.isdecimal() or "transfer-encoding" in headers:
+        return 411, "a request needs a Content-Length"
+    if int(length) > max_bytes:
+        return 413, f"more than {max_bytes / 2**20:.2g} MB"
+    return None
+
+
 def resolve_port(host: str, port: int) -> int:
     """Check that the port is free, before slow preparations.
 
     Returns: the port; for port 0, a free port.
     Raises: SetupError if the server cannot listen there.
     """
+    with listen(host, port) as server:
+        return int(server.getsockname()[1])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket of a server; port 0 takes any free port.
+
+    Raises: SetupError if the server cannot listen there.
+    """
     try:
-        return _try_bind(host, port)
+        return _bind(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise SetupError(
@@ -65,7 +101,7 @@ def resolve_port(host: str, port: int) -> int:
             ) from error
     for free_port in range(port + 1, min(port + 100, _MAX_PORT) + 1):
         with contextlib.suppress(OSError):
-            _try_bind(host, free_port)
+            _bind(host, free_port).close()
             raise SetupError(
                 f"--port {port}: this port is in use by another program; try --port {free_port}",
                 code="setup.in_use",
@@ -76,8 +112,7 @@ def resolve_port(host: str, port: int) -> int:
     )
 
 
-def _try_bind(host: str, port: int) -> int:
+def _bind(host: str, port: int) -> socket.socket:
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, port), family=family) as server:
-        return int(server.getsockname()[1])
+    return socket.create_server((address, port), family=family)

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.data.source import Source
 
-__all__ = ["image_of", "write_findings"]
+__all__ = ["class_problem", "image_of", "write_findings"]
 
 
 def image_of(source: Source, split: str, index: int, **more: Any) -> dict[str, Any]:
@@ -16,6 +16,16 @@ def image_of(source: Source, split: str, index: int, **more: Any) -> dict[str, A
     opened = source.splits[split]
     digest = opened.digests[index].tobytes().hex()
     return {"split": split, "index": index, "path": opened.name_of(index), "digest": digest, **more}
+
+
+def class_problem(kind: str, classes: list[str], score: float) -> dict[str, Any]:
+    """Describe a class problem as doctor.json does."""
+    sizes = [10 + number for number in range(len(classes))]
+    examples = [[name, ["train/0", "train/3"]] for name in classes]
+    return {
+        **{"kind": kind, "classes": classes, "score": score, "images": 9},
+        **{"sizes": sizes, "examples": examples},
+    }
 
 
 def write_findings(
@@ -62,8 +72,8 @@ def write_findings(
         "leaks": [[image_of(source, "train", last), image_of(source, "test", 0)]],
         "outliers": [image_of(source, "train", 3, given=names[0], reason="blank", score=1.0)],
         "class_problems": [
-            {"kind": "same", "classes": names[:2], "score": 0.4, "images": 12},
-            {"kind": "too_small", "classes": names[-1:], "score": 1.0, "images": 3},
+            class_problem("same", names[:2], score=0.4),
+            class_problem("too_small", names[-1:], score=1.0),
         ],
         "groups": [],
         "expected": {"label_errors": {"count": 12.3, "low": 6, "high": 20}},

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +31,8 @@ def find_class_problems(
     Returns: dictionaries with kind ("same", "overlap" or "too_small"), classes, score from 0 to 1,
         and images (those confused, or those of the small class); the surest first.
     """
-    num_classes = len(class_names)
     is_multilabel = labels.ndim == 2
-    counts_K = labels.sum(0) if is_multilabel else np.bincount(labels, minlength=num_classes)
+    counts_K = labels.sum(0) if is_multilabel else np.bincount(labels, minlength=len(class_names))
     problems = [
         _problem("too_small", [class_names[k]], 1 - counts_K[k] / MIN_IMAGES, counts_K[k])
         for k in np.flatnonzero(counts_K < MIN_IMAGES).tolist()
@@ -42,33 +40,23 @@ def find_class_problems(
     if not is_multilabel:
         # without the prior, images of a rare class would all go to a frequent one
         odds_NK = probabilities_NK / np.maximum(counts_K, 1)
-        confused_KK = np.zeros((num_classes, num_classes))
-        for k in np.flatnonzero(counts_K):
-            odds = odds_NK[labels == k]
-            confused_KK[k] = (odds > odds[:, k : k + 1]).sum(0)
+        is_confused_NK = odds_NK > odds_NK[np.arange(len(labels)), labels][:, None]
+        confused_KK = np.stack([is_confused_NK[labels == k].sum(0) for k in range(len(counts_K))])
         rates_KK = confused_KK / np.maximum(counts_K, 1)[:, None]
+        variances_KK = rates_KK * (1 - rates_KK) / np.maximum(counts_K, 1)[:, None]
         errors_KK = (rates_KK + rates_KK.T) / 2
-        for first, second in np.argwhere(np.triu(errors_KK >= MIN_OVERLAP, 1)).tolist():
-            if min(counts_K[first], counts_K[second]) < MIN_IMAGES:
-                continue
-            error = errors_KK[first, second]
-            variances = [
-                rates_KK[i, j] * (1 - rates_KK[i, j]) / counts_K[i]
-                for i, j in ((first, second), (second, first))
-            ]
-            lower = error - _Z * math.sqrt(sum(variances)) / 2
-            if lower >= MIN_OVERLAP:
-                kind = "same" if lower >= MIN_SAME else "overlap"
-                classes = [class_names[first], class_names[second]]
-                images = confused_KK[first, second] + confused_KK[second, first]
-                problems.append(_problem(kind, classes, min(1.0, 2 * error), images))
+        lower_KK = errors_KK - _Z * np.sqrt(variances_KK + variances_KK.T) / 2
+        is_large_K = counts_K >= MIN_IMAGES
+        is_overlap_KK = (lower_KK >= MIN_OVERLAP) & is_large_K & is_large_K[:, None]
+        for pair in np.argwhere(np.triu(is_overlap_KK, 1)).tolist():
+            first, second = pair
+            kind = "same" if lower_KK[first, second] >= MIN_SAME else "overlap"
+            score = min(1.0, 2 * errors_KK[first, second])
+            images = confused_KK[first, second] + confused_KK[second, first]
+            problems.append(_problem(kind, [class_names[k] for k in pair], score, images))
     return sorted(problems, key=lambda problem: (-problem["score"], problem["classes"]))
 
 
 def _problem(kind: str, classes: list[str], score: float, images: float) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "classes": classes,
-        "score": round(float(score), 4),
-        "images": int(images),
-    }
+    rounded = round(float(score), 4)
+    return {"kind": kind, "classes": classes, "score": rounded, "images": int(images)}

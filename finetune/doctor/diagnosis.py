@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
+from sklearn.neighbors import NearestNeighbors
+from sklearn.preprocessing import normalize
 
 from finetune.data.open_source import open_source
-from finetune.data.source import Source
+from finetune.data.source import Split
 from finetune.doctor.class_overlap import find_class_problems
 from finetune.doctor.features import (
     choose_weights,
@@ -36,13 +39,13 @@ from finetune.doctor.findings import Findings, image_key, join_labels
 from finetune.doctor.image_scan import find_feature_neighbors, measure_pixels
 from finetune.doctor.label_errors import (
     LabelErrors,
-    calibrate,
     check_cleanlab,
     find_label_errors,
+    fit_noise,
     out_of_fold_probabilities,
 )
-from finetune.doctor.near_duplicates import find_near_duplicates
-from finetune.doctor.outliers import Outlier, find_feature_outliers, find_pixel_problems
+from finetune.doctor.near_duplicates import find_near_duplicates, merge_groups
+from finetune.doctor.outliers import find_feature_outliers, find_pixel_problems
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
@@ -97,47 +100,64 @@ def diagnose(
     features = [values_ND for values_ND in computed if values_ND is not None]
     if not features:
         return {}
-    images = _Images(opened)
-    rows = np.flatnonzero(~np.isnan(features[0][:, 0]))
+    splits = opened.splits.values()
+    class_names = opened.class_names
+    places = [(split, index) for split in splits for index in range(len(split))]
+    keys = [image_key(split.name, index) for split, index in places]
+    images = [_describe_image(split, index) for split, index in places]
+    labels_N = np.concatenate([split.labels for split in splits])
+
+    def spans_splits(group: Sequence[int]) -> bool:
+        return len({images[row]["split"] for row in group}) > 1
+
+    def describe(groups: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]]:
+        return [[images[row] for row in group] for group in groups]
+
+    facts = measure_pixels(lambda row: places[row][0].decode(places[row][1]), len(places))
+    rows = np.array([row for row in facts if not np.isnan(features[0][row, 0])], dtype=np.int64)
     if len(rows) < 2:
         raise DataError(
             f"{redact_urls(opened.name)}: {len(rows)} of {pluralize(len(images), 'image')} can be "
             f"read; list the others with: finetune data scan {redact_urls(opened.name)}",
             code="data.unreadable",
         )
-    features, labels = [values_ND[rows] for values_ND in features], images.labels[rows]
-    copies, groups = images.find_copies(), images.find_groups()
+    features, labels = [values_ND[rows] for values_ND in features], labels_N[rows]
     neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
-    facts = measure_pixels(images.decode, len(images))
-    found, wrong = find_near_duplicates(neighbors, [facts[row] for row in rows])
+    thumbnails_MSS = np.stack([facts[row].thumbnail_SS for row in rows.tolist()])
+    found, wrong = find_near_duplicates(neighbors, torch.from_numpy(thumbnails_MSS))
+    # streamed images have no digest, and unreadable ones a digest of zeros
+    copies = _equal_values((image["digest"] or "").strip("0") for image in images)
     near = [rows[group].tolist() for group in found]
     wrong_by_row = {group[0]: float(each) for group, each in zip(near, wrong, strict=True)}
-    same = _merge([*copies, *near])
-    group_N = np.arange(len(images))
-    for members in _merge([*same, *groups]):
+    same = merge_groups([*copies, *near])
+    groups = _equal_values("" if split.groups is None else split.groups[i] for split, i in places)
+    group_N = np.arange(len(places))
+    for members in merge_groups([*same, *groups]):
         group_N[members] = members[0]
     probabilities_MK = out_of_fold_probabilities(
-        features, labels, group_N[rows], num_classes=len(opened.class_names)
+        features, labels, group_N[rows], num_classes=len(class_names)
     )
     if run_NK is not None:
         run_MK = run_NK[rows]
         held_out = ~np.isnan(run_MK[:, 0])
-        probabilities_MK[held_out] += calibrate(run_MK[held_out], labels[held_out])
+        probabilities_MK[held_out] += fit_noise(run_MK[held_out], labels[held_out])[0]
         probabilities_MK[held_out] /= 2
     errors = find_label_errors(probabilities_MK, labels)
     similar_images = _find_similar(features[0], labels, errors)
-    unusual = find_pixel_problems(facts)
+    unusual = find_pixel_problems(facts, len(places))
     outliers = {each.row: each for each in unusual}
     for each in find_feature_outliers(neighbors, labels):
         row = int(rows[each.row])
-        outliers.setdefault(row, Outlier(row, each.reason, each.score))
-    leaks = [each for each in same if images.spans_splits(each)]
-    duplicates = [each for each in same if not images.spans_splits(each)]
+        outliers.setdefault(row, each._replace(row=row))
+    leaks = [each for each in same if spans_splits(each)]
+    duplicates = [each for each in same if not spans_splits(each)]
+    is_labeled_KN = labels_N.T if multilabel else labels_N == np.arange(len(class_names))[:, None]
+    rows_of = dict(zip(class_names, map(np.flatnonzero, is_labeled_KN), strict=True))
     names = [each.name for each in candidates]
     trained = {each: count_trained_images(each, opened) for each in (*names, run) if each}
     diagnosis: Any = {
         "source": redact_urls(opened.name),
-        "classes": opened.class_names,
+        "classes": class_names,
         "multilabel": multilabel,
         "weights": names,
         "seen_in_training": {name: count for name, count in trained.items() if count},
@@ -147,30 +167,39 @@ def diagnose(
         },
         "label_errors": [
             {
-                **images.describe(rows[index]),
-                "given": images.label_names(labels[index]),
-                "suggested": images.label_names(errors.suggested[index]),
+                **images[rows[index]],
+                "given": _label_names(labels[index], class_names),
+                "suggested": _label_names(errors.suggested[index], class_names),
                 "score": round(float(errors.scores_N[index]), 4),
                 "similar": {
-                    name: [images.key(row) for row in rows[nearest]]
-                    for name, nearest in similar.items()
+                    name: [keys[row] for row in rows[nearest]] for name, nearest in similar.items()
                 },
             }
             for index, similar in zip(errors.indices, similar_images, strict=True)
         ],
-        "duplicates": images.describe_groups(duplicates),
-        "leaks": images.describe_groups(leaks),
+        "duplicates": describe(duplicates),
+        "leaks": describe(leaks),
         "outliers": [
             {
-                **images.describe(each.row),
-                "given": images.label_names(images.labels[each.row]),
+                **images[each.row],
+                "given": _label_names(labels_N[each.row], class_names),
                 "reason": each.reason,
                 "score": round(each.score, 4),
             }
             for each in outliers.values()
         ],
-        "class_problems": find_class_problems(probabilities_MK, labels, opened.class_names),
-        "groups": images.describe_groups(filter(images.spans_splits, groups)),
+        "class_problems": [
+            {
+                **problem,
+                "sizes": [len(rows_of[name]) for name in problem["classes"]],
+                "examples": [
+                    [name, [keys[row] for row in _spread(rows_of[name])]]
+                    for name in problem["classes"]
+                ],
+            }
+            for problem in find_class_problems(probabilities_MK, labels, class_names)
+        ],
+        "groups": describe(filter(spans_splits, groups)),
         "expected": {
             "label_errors": _interval(*errors.expected),
             "duplicates": _expect_groups(duplicates, copies, wrong_by_row),
@@ -180,7 +209,10 @@ def diagnose(
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
-    write_atomically(folder / "label_scores.csv", _format_scores(images, rows, errors))
+    write_atomically(
+        folder / "label_scores.csv",
+        _format_scores([images[row] for row in rows], labels, errors, class_names),
+    )
     text = json.dumps(diagnosis, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(folder / DIAGNOSIS_FILE, text)
     write_review_page(Findings(opened, diagnosis), folder)
@@ -220,10 +252,8 @@ def format_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> str:
     if found := diagnosis["outliers"]:
         lines.append(f"outliers: {len(found)}, such as {found[0]['path']} ({found[0]['reason']})")
     if found := diagnosis["class_problems"]:
-        lines.append(
-            f"classes to check: {len(found)}, such as {' and '.join(found[0]['classes'])} "
-            f"({found[0]['kind']})"
-        )
+        classes = " and ".join(found[0]["classes"])
+        lines.append(f"classes to check: {len(found)}, such as {classes} ({found[0]['kind']})")
     if found := diagnosis["groups"]:
         lines.append(f"groups (--group) with images of several splits: {len(found)}")
     lines.append(
@@ -270,77 +300,9 @@ def _expect_groups(
     )
 
 
-def _merge(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Merge groups that overlap; the order is that of their first parts."""
-    from scipy.cluster.hierarchy import DisjointSet
-
-    merged = DisjointSet(itertools.chain.from_iterable(groups))
-    for group in groups:
-        for row in group[1:]:
-            merged.merge(group[0], row)
-    return [sorted(each) for each in merged.subsets()]
-
-
-class _Images:
-    """The images of all splits of a source, one split after the other.
-
-    Attributes:
-        places: split and index of each image.
-        labels: class indices (N,), or 0/1 indicators (N, K).
-    """
-
-    def __init__(self, source: Source) -> None:
-        splits = source.splits.values()
-        self.places = [(split, index) for split in splits for index in range(len(split))]
-        self.labels = np.concatenate([split.labels for split in splits])
-        self._class_names = source.class_names
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def find_copies(self) -> list[list[int]]:
-        """Return groups of images with equal files; streamed images have no digests."""
-        return _equal_values(
-            b"" if split.is_streamed else split.digests[index].tobytes().strip(b"\0")
-            for split, index in self.places
-        )
-
-    def find_groups(self) -> list[list[int]]:
-        """Return the rows of each group of `data.group` that has several images."""
-        return _equal_values(
-            "" if split.groups is None else split.groups[index] for split, index in self.places
-        )
-
-    def spans_splits(self, group: Sequence[int]) -> bool:
-        """Return True if a group has images of several splits."""
-        return len({self.places[row][0].name for row in group}) > 1
-
-    def describe_groups(self, groups: Iterable[Sequence[int]]) -> list[list[dict[str, Any]]]:
-        """Describe each image of each group."""
-        return [[self.describe(row) for row in group] for group in groups]
-
-    def decode(self, row: int) -> NDArray[np.uint8]:
-        """Decode the image of a row."""
-        split, index = self.places[row]
-        return split.decode(index)
-
-    def describe(self, row: int) -> dict[str, Any]:
-        """Return split, index, path and digest of a row."""
-        split, index = self.places[row]
-        digest = None if split.is_streamed else split.digests[index].tobytes().hex()
-        path = split.name_of(index)
-        return {"split": split.name, "index": index, "path": path, "digest": digest}
-
-    def key(self, row: int) -> str:
-        """Return the key of a row, see `Findings`."""
-        split, index = self.places[row]
-        return image_key(split.name, index)
-
-    def label_names(self, label: Any) -> str | list[str]:
-        """Return the class name of a label, or the names of a multi-label one."""
-        if self.labels.ndim == 2:
-            return [self._class_names[k] for k in np.flatnonzero(label)]
-        return self._class_names[int(label)]
+def _describe_image(split: Split, index: int) -> dict[str, Any]:
+    digest = None if split.is_streamed else split.digests[index].tobytes().hex()
+    return {"split": split.name, "index": index, "path": split.name_of(index), "digest": digest}
 
 
 def _equal_values(values: Iterable[Hashable]) -> list[list[int]]:
@@ -352,18 +314,35 @@ def _equal_values(values: Iterable[Hashable]) -> list[list[int]]:
     return [each for each in indices.values() if len(each) > 1]
 
 
-def _format_scores(images: _Images, rows: NDArray[np.int64], errors: LabelErrors) -> str:
+def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Choose some rows from all over the data."""
+    positions = np.linspace(0, len(rows) - 1, min(len(rows), _NUM_SIMILAR)).round().astype(int)
+    return rows[positions]
+
+
+def _label_names(label: Any, class_names: Sequence[str]) -> str | list[str]:
+    """Return the class name of a label, or the names of a multi-label one."""
+    if np.ndim(label) == 0:
+        return class_names[label]
+    return [class_names[k] for k in np.flatnonzero(label).tolist()]
+
+
+def _format_scores(
+    images: Sequence[Mapping[str, Any]],
+    labels: NDArray[Any],
+    errors: LabelErrors,
+    class_names: Sequence[str],
+) -> str:
     """Format label_scores.csv: one line for each readable image."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["split", "index", "given", "suggested", "score"])
-    for row, suggested, score in zip(rows, errors.suggested, errors.scores_N, strict=True):
-        split, index = images.places[row]
-        names = [
-            escape_csv_formula(join_labels(images.label_names(label)))
-            for label in (images.labels[row], suggested)
-        ]
-        writer.writerow([split.name, index, *names, f"{score:.6f}"])
+    for image, given, suggested, score in zip(
+        images, labels, errors.suggested, errors.scores_N, strict=True
+    ):
+        names = (join_labels(_label_names(label, class_names)) for label in (given, suggested))
+        cells = map(escape_csv_formula, names)
+        writer.writerow([image["split"], image["index"], *cells, f"{score:.6f}"])
     return text.getvalue()
 
 
@@ -374,9 +353,6 @@ def _find_similar(
 
     Returns: for each label error, "given" and "suggested" with up to four indices, nearest first.
     """
-    from sklearn.neighbors import NearestNeighbors
-    from sklearn.preprocessing import normalize
-
     unit_MD = normalize(values_MD - values_MD.mean(axis=0))
     # number the labels: equal sets of classes of multi-label data get equal numbers
     both = np.concatenate([labels, errors.suggested])

@@ -1,26 +1,22 @@
-"""What networks compute for all images of a source: frozen features, and a run's own predictions.
-
-A row is the position of an image in all splits of a source, one split after the other.
-"""
+"""What networks compute for the images of all splits: frozen features, and a run's predictions."""
 
 # B batch, C channels, H W pixels, N images, D width, K classes
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from finetune.commands.start import inspect_data
+from finetune.commands.start import RecipeBuilder, inspect_data
 from finetune.commands.weight_selection import (
     Candidate,
-    image_sizes,
     list_candidates,
     named_candidate,
     score_candidates,
@@ -29,15 +25,18 @@ from finetune.data.from_recipe import open_data
 from finetune.data.leakage import is_in_splits
 from finetune.data.source import Source, Split
 from finetune.errors import DataError, RecipeError, redact_urls
-from finetune.evaluation.feature_extraction import feature_identity, load_or_compute_features
+from finetune.evaluation.feature_extraction import (
+    FeatureExtractor,
+    feature_identity,
+    load_or_compute_features,
+)
 from finetune.inference import eval_pipeline_and_class_names
 from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits
 from finetune.models.save import BuiltModel
 from finetune.precision import autocast_dtype
-from finetune.recipe.load import DataSection, parse_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.load import DataSection, parse_overrides
 from finetune.run.record import load_run_recipe
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline
@@ -71,50 +70,30 @@ def choose_weights(
             code="data.no_split",
         )
     sampled = splits.get("train") or next(iter(splits.values()))
-    sampled_source = Source(source.name, {"train": sampled}, source.class_names, "")
-    median_side = inspect_data(sampled_source, 0.0).median_side
+    train = replace(source, splits={"train": sampled})
+    settings = _data_section(source).model_dump(exclude_unset=True) | {"group": group}
+    overrides = [f"data.{key}={json.dumps(value)}" for key, value in settings.items()]
+    builder = RecipeBuilder(train, inspect_data(train, 0.0), overrides, parse_overrides(overrides))
 
     def sizes_of(candidate: Candidate) -> list[int]:
-        size = candidate.image_size
-        return image_sizes(size, median_side)[:1] if isinstance(size, int) else []
+        return builder.sizes_of(candidate)[:1]
 
-    if not names:
-        scores = score_candidates(
-            list_candidates(device),
-            lambda each: _scoring_recipe(source, each, group),
-            sizes=sizes_of,
-        )
-        similar = [
-            score
-            for score in scores[1:]
-            if score.accuracy >= scores[0].accuracy - _MAX_ACCURACY_DIFFERENCE
-            and score.forward_seconds <= _MAX_SLOWDOWN * scores[0].forward_seconds
+    if names:
+        named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
+        return [
+            replace(each, image_size=next(iter(sizes_of(each)), each.image_size)) for each in named
         ]
-        chosen = scores[:1] + sorted(similar, key=lambda score: -score.accuracy)[:1]
-        for score in chosen:
-            logger.info(f"weights: {score}")
-        return [score.candidate for score in chosen]
-    named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
-    return [replace(each, image_size=next(iter(sizes_of(each)), each.image_size)) for each in named]
-
-
-def _scoring_recipe(source: Source, candidate: Candidate, group: str | None) -> Recipe:
-    """Build the recipe that computes the features of a candidate."""
-    size = candidate.image_size
-    recipe = {
-        "model": {
-            "name": candidate.name,
-            "image_size": size if isinstance(size, int) else list(size),
-            "freeze": "backbone",
-        },
-        "data": {
-            **_data_section(source).model_dump(exclude_unset=True),
-            "train": _EVAL_SPEC,
-            "group": group,
-        },
-        "optim": {"name": "adamw", "lr": 1e-3, "epochs": 1},
-    }
-    return parse_recipe(json.dumps(recipe), name=f"recipe for {source.name}")
+    scores = score_candidates(list_candidates(device), builder.scoring_recipe, sizes=sizes_of)
+    similar = [
+        score
+        for score in scores[1:]
+        if score.accuracy >= scores[0].accuracy - _MAX_ACCURACY_DIFFERENCE
+        and score.forward_seconds <= _MAX_SLOWDOWN * scores[0].forward_seconds
+    ]
+    chosen = scores[:1] + sorted(similar, key=lambda score: -score.accuracy)[:1]
+    for score in chosen:
+        logger.info(f"weights: {score}")
+    return [score.candidate for score in chosen]
 
 
 def _data_section(source: Source) -> DataSection:
@@ -136,28 +115,28 @@ def compute_features(
     Returns: (N, D), NaN for unreadable images; None on ranks other than 0.
     """
     built = build_model(candidate.name, image_size=candidate.image_size)
-    identity = feature_identity(built, _EVAL_SPEC) if accelerator.is_main_process else {}
     pipeline = build_pipeline(built.preprocessing, _EVAL_SPEC)
-    return _compute_outputs(source, built, pipeline, identity, accelerator, compute_pre_logits)
+    return _compute_outputs(source, built, pipeline, accelerator, compute_pre_logits)
 
 
 def _compute_outputs(
     source: Source,
     built: BuiltModel,
     pipeline: Pipeline,
-    identity: dict[str, Any],
     accelerator: Accelerator,
-    extract: Any,
+    extract: FeatureExtractor,
 ) -> NDArray[np.float32] | None:
     """Load a network's outputs for all images from the cache, or compute them.
 
-    A file of the cache has the outputs of a few thousand images.
+    A file of the cache has the outputs of a few thousand images, so that a killed run continues.
     """
+    has_logits = extract is not compute_pre_logits
+    identity = feature_identity(built, pipeline.transform_spec, with_classifier=has_logits)
     network = built.model.to(accelerator.device, torch.float32)
     choose_kernels(network, device=accelerator.device, dtype=autocast_dtype(accelerator))
     section, parts = _data_section(source), []
     for split in source.splits.values():
-        for part in _parts(split):
+        for part in _divide(split):
             outputs = load_or_compute_features(
                 part,
                 model=network,
@@ -175,17 +154,13 @@ def _compute_outputs(
     return np.concatenate(parts) if parts else None
 
 
-def _parts(split: Split) -> list[Split]:
-    """Divide a large split, so that a killed run continues with the next part."""
-    if len(split) <= IMAGES_PER_FILE:
-        return [split]
-    parts = []
-    for start in range(0, len(split), IMAGES_PER_FILE):
-        indices = np.arange(start, min(start + IMAGES_PER_FILE, len(split)))
-        parts.append(split.subset(indices))
+def _divide(split: Split) -> Iterator[Split]:
+    starts = range(IMAGES_PER_FILE, len(split), IMAGES_PER_FILE)
+    for indices in np.split(np.arange(len(split)), starts):
+        part = split.subset(indices)
         if not split.is_streamed:
-            parts[-1].use_digests(split.digests[indices])
-    return parts
+            part.use_digests(split.digests[indices])
+        yield part
 
 
 def _compute_logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -218,28 +193,46 @@ def held_out_probabilities(
             f"{section.task}; {'remove' if section.task == 'multilabel' else 'add'} --multilabel",
             code="recipe.conflict",
         )
-    held_out, rows = _find_held_out(open_data(recipe.data, recipe.run.seed), source)
-    if not len(rows):
+    run_splits = open_data(recipe.data, recipe.run.seed).splits
+    train, others = (
+        run_splits["train"],
+        [run_splits[name] for name in run_splits if name != "train"],
+    )
+    if any(split.is_streamed for split in (train, *others, *source.splits.values())):
+        raise DataError(
+            f"{redact_urls(source.name)}: --run recognizes images by their content, which is "
+            "unknown for streamed images; leave out --run",
+            code="data.unsupported",
+        )
+    is_held_out = {
+        name: is_in_splits(split, others) & ~is_in_splits(split, [train])
+        for name, split in source.splits.items()
+    }
+    is_held_out_N = np.concatenate([*is_held_out.values()])
+    if not is_held_out_N.any():
         raise DataError(
             f"--run {run}: none of its validation and test images is in "
             f"{redact_urls(source.name)}; give the source that it was trained on",
             code="data.split_mismatch",
         )
+    splits = {
+        name: source.splits[name].subset(np.flatnonzero(mask))
+        for name, mask in is_held_out.items()
+        if mask.any()
+    }
+    held_out = replace(source, splits=splits)
     built = build_model(run)
     pipeline, class_names = eval_pipeline_and_class_names(run, built)
-    identity = feature_identity(built, pipeline.transform_spec, with_classifier=True)
-    identity["output"] = "logits"
-    logits_MK = _compute_outputs(held_out, built, pipeline, identity, accelerator, _compute_logits)
+    logits_MK = _compute_outputs(held_out, built, pipeline, accelerator, _compute_logits)
     if logits_MK is None:
         return None
     logits = torch.from_numpy(logits_MK.astype(np.float64))
     p_MK = (logits.sigmoid() if section.task == "multilabel" else logits.softmax(dim=1)).numpy()
-    num_images = sum(map(len, source.splits.values()))
-    p_NK = np.full((num_images, len(source.class_names)), np.nan)
-    p_NK[rows] = 0.0
+    p_NK = np.full((len(is_held_out_N), len(source.class_names)), np.nan)
+    p_NK[is_held_out_N] = 0.0
     for k, name in enumerate(class_names):
         if name in source.class_names:
-            p_NK[rows, source.class_names.index(name)] = p_MK[:, k]
+            p_NK[is_held_out_N, source.class_names.index(name)] = p_MK[:, k]
     return p_NK
 
 
@@ -260,24 +253,3 @@ def count_trained_images(run: str, source: Source) -> int | None:
     if any(split.is_streamed for split in (train, *splits)):
         return None
     return sum(int(is_in_splits(split, [train]).sum()) for split in splits)
-
-
-def _find_held_out(run_source: Source, source: Source) -> tuple[Source, NDArray[np.int64]]:
-    """Return the images that a run has held out, as a part of the source, and their rows."""
-    if any(each.is_streamed for each in (*run_source.splits.values(), *source.splits.values())):
-        raise DataError(
-            f"{redact_urls(source.name)}: --run recognizes images by their content, which is "
-            "unknown for streamed images; leave out --run",
-            code="data.unsupported",
-        )
-    train = run_source.splits["train"]
-    others = [split for split in run_source.splits.values() if split is not train]
-    splits, rows, first_row = {}, [np.empty(0, np.int64)], 0
-    for name, split in source.splits.items():
-        indices = np.flatnonzero(is_in_splits(split, others) & ~is_in_splits(split, [train]))
-        if len(indices):
-            splits[name] = split.subset(indices)
-        rows.append(first_row + indices)
-        first_row += len(split)
-    held_out_source = Source(source.name, splits, source.class_names, source.description)
-    return held_out_source, np.concatenate(rows)

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from finetune.data.open_source import open_source
-from finetune.data.source import Source
+from finetune.data.source import Source, Split
 from finetune.errors import DataError, redact_urls
 from finetune.report.doctor_findings import (
     DIAGNOSIS_FILE,
@@ -32,7 +29,6 @@ KINDS = {
     "outliers": "Outliers",
     "class_problems": "Classes",
 }
-_EXAMPLES_PER_CLASS = 4
 
 
 class Findings:
@@ -85,31 +81,16 @@ class Findings:
         """
         found = self._found[kind][start:stop]
         if kind == "class_problems":
-            return [self._describe_classes(problem) for (problem,) in found]
+            return [
+                {
+                    **{name: problem[name] for name in ("classes", "score", "sizes", "examples")},
+                    "images": [],
+                    "reason": problem["kind"],
+                    "count": problem["images"],
+                }
+                for (problem,) in found
+            ]
         return [self._describe_images(group) for group in found]
-
-    def _describe_classes(self, problem: Any) -> dict[str, Any]:
-        members = [self._images_of(name) for name in problem["classes"]]
-        return {
-            "images": [],
-            "reason": problem["kind"],
-            "classes": problem["classes"],
-            "score": problem["score"],
-            "count": problem["images"],
-            "sizes": [sum(map(len, by_split.values())) for by_split in members],
-            "examples": [
-                [name, _choose_examples(by_split)]
-                for name, by_split in zip(problem["classes"], members, strict=True)
-            ],
-        }
-
-    def _images_of(self, class_name: str) -> dict[str, NDArray[np.int64]]:
-        """Return the indices of the images of a class in each split."""
-        k = self.source.class_names.index(class_name)
-        return {
-            name: np.flatnonzero(split.labels[:, k] if self.is_multilabel else split.labels == k)
-            for name, split in self.source.splits.items()
-        }
 
     def _describe_images(self, group: Sequence[Any]) -> dict[str, Any]:
         keys = [image_key(image["split"], image["index"]) for image in group]
@@ -131,27 +112,16 @@ class Findings:
     def given_label(self, key: str) -> str:
         """Return the label of an image in the source; several are joined by |."""
         split, index = self.locate(key)
-        classes = self.source.splits[split].class_indices(index)
+        classes = split.class_indices(index)
         return join_labels([self.source.class_names[number] for number in classes])
 
-    def locate(self, key: str) -> tuple[str, int]:
-        """Return split and index of an image of the source.
-
-        Raises: KeyError if the source has no such image.
-        """
-        split, _, index = key.partition("/")
-        if not index.isdecimal() or int(index) >= len(self.source.splits[split]):
+    def locate(self, key: str) -> tuple[Split, int]:
+        """Return split and index of an image. Raises: KeyError if the source has no such image."""
+        name, _, index = key.partition("/")
+        split = self.source.splits[name]
+        if not index.isdecimal() or int(index) >= len(split):
             raise KeyError(key)
         return split, int(index)
-
-
-def _choose_examples(indices_by_split: dict[str, NDArray[np.int64]]) -> list[str]:
-    """Return keys of images from all over the first split that has any."""
-    for split, indices in indices_by_split.items():
-        if len(indices):
-            chosen = np.linspace(0, len(indices) - 1, _EXAMPLES_PER_CLASS).round().astype(int)
-            return [image_key(split, index) for index in np.unique(indices[chosen])]
-    return []
 
 
 def image_key(split: str, index: int) -> str:

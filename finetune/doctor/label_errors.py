@@ -8,7 +8,7 @@ makes itself are not attributed to the annotators, unless they are significantly
 Source: noise model: Sukhbaatar et al. 2015, Training Convolutional Networks with Noisy Labels.
 """
 
-# N images, D width, K classes
+# N images, M images whose given class the classifier knows, D width, K classes
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import minimize_scalar
 from scipy.special import softmax
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 
 from finetune.errors import SetupError, install_hint
 from finetune.progress import item_bar
 
 __all__ = [
     "LabelErrors",
-    "calibrate",
     "check_cleanlab",
     "find_label_errors",
+    "fit_noise",
     "out_of_fold_probabilities",
 ]
 
@@ -37,6 +42,7 @@ FloatArray = NDArray[np.float64]
 # C of logistic regression, times the number of training images, divided by the root of the number
 # of classes: strong regularization, because a classifier that fits wrong labels does not find them
 _REGULARIZATION_C = 5.0
+_NUM_FOLDS = 5
 _NUM_ROUNDS = 3  # of fitting; a label that is probably wrong counts less in the next round
 _MAX_ITERATIONS = 60
 _MIN_SCORE = 0.1  # labels above are listed: with a person's eyes, one of ten is worth the time
@@ -54,19 +60,12 @@ _LOG_SCALES = (-2.0, 3.0)  # logarithms of the smallest and largest scale of the
 
 @dataclass(frozen=True, eq=False)
 class LabelErrors:
-    """How probable it is that labels are wrong.
+    """How probable it is that labels are wrong."""
 
-    Attributes:
-        scores_N: probability that the label is wrong, for every image; 0 if nothing is known.
-        suggested: most probable other label of each image, in the format of the given labels.
-        indices: images to check, surest first.
-        expected: expected number of wrong labels, with the limits of its interval.
-    """
-
-    scores_N: FloatArray
-    suggested: NDArray[Any]
-    indices: NDArray[np.int64]
-    expected: tuple[float, float, float]
+    scores_N: FloatArray  # probability that the label is wrong; 0 if nothing is known
+    suggested: NDArray[Any]  # the most probable other labels, in the format of the given ones
+    indices: NDArray[np.int64]  # images to check, surest first
+    expected: tuple[float, float, float]  # number of wrong labels, with the limits of its interval
 
 
 def check_cleanlab() -> None:
@@ -86,7 +85,6 @@ def out_of_fold_probabilities(
     groups_N: NDArray[np.int64],
     *,
     num_classes: int,
-    folds: int = 5,
 ) -> FloatArray:
     """Predict each image with logistic regression that was fitted without it and its group.
 
@@ -95,45 +93,40 @@ def out_of_fold_probabilities(
         labels: class indices (N,), or 0/1 indicators (N, K) for multi-label data.
         groups_N: images of one group, such as duplicates, are in one fold.
         num_classes: K.
-        folds: number of folds.
     Returns: (N, K). A class that no training image of a fold has, has the probability 0 there.
     """
-    from sklearn.preprocessing import StandardScaler
-
-    fold_N = _assign_folds(labels, groups_N, folds)
+    fold_N = _assign_folds(labels, groups_N)
     # each class of multi-label data is a problem of its own: absent or present
     targets = [labels] if labels.ndim == 1 else list(labels.T.astype(np.int64))
     total_NK = np.zeros((len(labels), num_classes))
-    num_fits = len(features) * len(targets) * _NUM_ROUNDS * folds
+    num_fits = len(features) * len(targets) * _NUM_ROUNDS * _NUM_FOLDS
     with item_bar(num_fits, label="cross-validation", unit="fit") as progress:
         for values_ND in features:
             inputs_ND = StandardScaler().fit_transform(values_ND)
             for k, labels_N in enumerate(targets):
                 weights_N = np.ones(len(labels))
                 for _ in range(_NUM_ROUNDS):
-                    log_p_NC = np.full((len(labels), max(num_classes, 2)), -np.inf)
-                    for fold in range(folds):
+                    log_p_NC = np.full((len(labels), num_classes), -np.inf)
+                    for fold in range(_NUM_FOLDS):
                         _predict_fold(inputs_ND, labels_N, weights_N, fold_N == fold, log_p_NC)
                         progress.update()
-                    true_NC, posterior_NC, _ = _fit_noise(log_p_NC, labels_N)
+                    true_NC, posterior_NC, _ = _fit_class_noise(log_p_NC, labels_N)
                     weights_N = posterior_NC[np.arange(len(labels)), labels_N]
                 if labels.ndim == 1:
-                    total_NK += true_NC[:, :num_classes]
+                    total_NK += true_NC
                 else:
                     total_NK[:, k] += true_NC[:, 1]
     return total_NK / len(features)
 
 
-def _assign_folds(
-    labels: NDArray[Any], groups_N: NDArray[np.int64], folds: int
-) -> NDArray[np.int64]:
+def _assign_folds(labels: NDArray[Any], groups_N: NDArray[np.int64]) -> NDArray[np.int64]:
     """Deal the groups to the folds, stratified by the class of their first image."""
     _, first_rows, group_N = np.unique(groups_N, return_index=True, return_inverse=True)
     classes_N = labels if labels.ndim == 1 else labels.argmax(axis=1)
     shuffled = np.random.default_rng(0).permutation(len(first_rows))
     order = shuffled[np.argsort(classes_N[first_rows[shuffled]], kind="stable")]
     fold_of_group = np.empty(len(first_rows), dtype=np.int64)
-    fold_of_group[order] = np.arange(len(order)) % folds
+    fold_of_group[order] = np.arange(len(order)) % _NUM_FOLDS
     return fold_of_group[group_N]
 
 
@@ -145,27 +138,47 @@ def _predict_fold(
     log_p_NK: FloatArray,
 ) -> None:
     """Fit logistic regression on the other folds, and write this fold's log-probabilities."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
     train_rows, test_rows = np.flatnonzero(~is_test_N), np.flatnonzero(is_test_N)
     classes = np.unique(labels_N[train_rows])
-    if not len(test_rows) or not len(classes):
-        return
-    if len(classes) == 1:
-        log_p_NK[test_rows, classes[0]] = 0.0
+    if len(classes) < 2 or not len(test_rows):
+        log_p_NK[np.ix_(test_rows, classes)] = 0.0
         return
     c = _REGULARIZATION_C * math.sqrt(len(classes)) / len(train_rows)
     model = LogisticRegression(C=c, max_iter=_MAX_ITERATIONS, tol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(inputs_ND[train_rows], labels_N[train_rows], weights_N[train_rows])
-    log_p_NK[np.ix_(test_rows, classes)] = np.maximum(
-        model.predict_log_proba(inputs_ND[test_rows]), _MIN_LOG_PROBABILITY
-    )
+    log_p = model.predict_log_proba(inputs_ND[test_rows])
+    log_p_NK[np.ix_(test_rows, classes)] = np.maximum(log_p, _MIN_LOG_PROBABILITY)
 
 
-def _fit_noise(
+def fit_noise(
+    probabilities_NK: FloatArray, labels: NDArray[Any]
+) -> tuple[FloatArray, FloatArray, float]:
+    """Fit the noise model, to each class of multi-label data alone.
+
+    Returns: calibrated probabilities of the true class given the image (N, K); given image and
+        label (N, K); and an expected number of wrong labels that is too high.
+    """
+    if labels.ndim == 1:
+        return _fit_class_noise(_log(probabilities_NK), labels)
+    true_NK, posterior_NK = np.empty_like(probabilities_NK), np.empty_like(probabilities_NK)
+    high = 0.0
+    for k, present_N in enumerate(probabilities_NK.T):
+        log_p_N2 = _log(np.stack([1.0 - present_N, present_N], axis=1))
+        true_N2, posterior_N2, class_high = _fit_class_noise(log_p_N2, labels[:, k].astype(int))
+        true_NK[:, k], posterior_NK[:, k] = true_N2[:, 1], posterior_N2[:, 1]
+        high += class_high
+    return true_NK, posterior_NK, high
+
+
+def _log(probabilities: FloatArray) -> FloatArray:
+    """Return log-probabilities that are finite, except those of 0."""
+    finite = np.maximum(np.log(probabilities + 1e-300), _MIN_LOG_PROBABILITY)
+    return np.where(probabilities > 0, finite, -np.inf)
+
+
+def _fit_class_noise(
     log_p_NK: FloatArray, labels_N: NDArray[np.int64]
 ) -> tuple[FloatArray, FloatArray, float]:
     """Fit the scale of the logits and the rates of confusions to the labels (EM).
@@ -174,10 +187,9 @@ def _fit_noise(
     share a common rate: the more likely of both models counts.
 
     Args:
-        log_p_NK: log-probabilities; -inf for classes that the classifier does not know.
-    Returns: calibrated probabilities of the true class given the image (N, K); given image and
-        label (N, K), which are 1 for the label if the classifier does not know its class; the
-        expected number of wrong labels with the first model, which is too high.
+        log_p_NK: log-probabilities; -inf for classes that the classifier does not know. A label of
+            such a class is taken to be right.
+    Returns: as `fit_noise`; the expected number is that of the first model.
     """
     num_images, num_classes = log_p_NK.shape
     is_known_N = np.isfinite(log_p_NK[np.arange(num_images), labels_N])
@@ -191,14 +203,15 @@ def _fit_noise(
     scale, rates_KK, counts_KK = _run_em(log_p_MK, labels_M, rates_KK, every_KK)
     high = float(counts_KK.sum() - np.trace(counts_KK))
     true_MK = softmax(scale * log_p_MK, axis=1)
-    significant_KK = _significant_confusions(counts_KK, true_MK.T @ true_MK)
     models = []
-    for has_own_rate_KK in (significant_KK, ~every_KK)[: 1 + significant_KK.any()]:
-        model = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
-        loss = _mean_loss(log_p_MK, labels_M, *model[:2]) * len(labels_M)
+    for has_own_rate_KK in (_significant_confusions(counts_KK, true_MK.T @ true_MK), ~every_KK):
+        scale, new_KK, _ = _run_em(log_p_MK, labels_M, rates_KK, has_own_rate_KK)
+        loss = _mean_loss(log_p_MK, labels_M, scale, new_KK) * len(labels_M)
         # the penalty is twice that of the Bayesian information criterion
-        models.append((loss + has_own_rate_KK.sum() * math.log(len(labels_M)), model))
-    scale, rates_KK, _ = min(models, key=lambda each: each[0])[1]
+        models.append((loss + has_own_rate_KK.sum() * math.log(len(labels_M)), scale, new_KK))
+        if not has_own_rate_KK.any():
+            break
+    _, scale, rates_KK = min(models, key=lambda each: each[0])
     true_NK[is_known_N] = true_MK = softmax(scale * log_p_MK, axis=1)
     posterior_NK[is_known_N] = _posterior(true_MK, labels_M, rates_KK)
     return true_NK, posterior_NK, high
@@ -218,21 +231,14 @@ def _run_em(
     Returns: the scale of the logits, the rates, and the expected number of images (K, K) by given
         and true class.
     """
-    from scipy import sparse
-    from scipy.optimize import minimize_scalar
-
     num_images, num_classes = log_p_NK.shape
-    ones = np.ones(num_images)
-    is_given_KN = sparse.csr_matrix(
-        (ones, (labels_N, np.arange(num_images))), shape=(num_classes, num_images)
-    )
+    cells = np.ones(num_images), (labels_N, np.arange(num_images))
+    is_given_KN = sparse.csr_matrix(cells, shape=(num_classes, num_images))
     is_diagonal = np.eye(num_classes, dtype=bool)
     step = -(-num_images // _MAX_CALIBRATION_IMAGES)
-    log_p_some, labels_some = log_p_NK[::step], labels_N[::step]
-    scale = 1.0
 
     def loss(log_scale: float) -> float:
-        return _mean_loss(log_p_some, labels_some, math.exp(log_scale), rates_KK)
+        return _mean_loss(log_p_NK[::step], labels_N[::step], math.exp(log_scale), rates_KK)
 
     for _ in range(_EM_ITERATIONS):
         found = minimize_scalar(loss, bounds=_LOG_SCALES, method="bounded", options={"xatol": 0.01})
@@ -244,10 +250,9 @@ def _run_em(
         common = (off_KK - own_KK).sum() / (true_K.sum() * (num_classes - 1))
         new_KK = (own_KK + common * true_K) / np.maximum(true_K, 1e-9)
         new_KK[is_diagonal] = 0.0
-        new_KK[is_diagonal] = np.maximum(1.0 - new_KK.sum(axis=0), 0.05)
+        new_KK += np.diag(np.maximum(1.0 - new_KK.sum(axis=0), 0.05))
         new_KK /= new_KK.sum(axis=0)
-        change = np.abs(new_KK - rates_KK).max()
-        rates_KK = new_KK
+        change, rates_KK = np.abs(new_KK - rates_KK).max(), new_KK
         if change < _EM_TOLERANCE:
             break
     return scale, rates_KK, counts_KK
@@ -266,7 +271,7 @@ def _significant_confusions(counts_KK: FloatArray, overlaps_KK: FloatArray) -> N
 
     Args:
         counts_KK: expected number of images by given and true class.
-        overlaps_KK: number of images of a class that the classifier expects to take for another.
+        overlaps_KK: expected number that the classifier itself confuses.
     """
     num_classes = len(counts_KK)
     off_KK = np.where(np.eye(num_classes, dtype=bool), 0.0, counts_KK)
@@ -289,49 +294,12 @@ def _posterior(
     return joint_NK
 
 
-def calibrate(probabilities_NK: FloatArray, labels: NDArray[Any]) -> FloatArray:
-    """Calibrate probabilities of the true class, although some of the labels are wrong.
-
-    Args:
-        probabilities_NK, labels: see `find_label_errors`.
-    """
-    return _fit_noise_of_probabilities(probabilities_NK, labels)[0]
-
-
-def _fit_noise_of_probabilities(
-    probabilities_NK: FloatArray, labels: NDArray[Any]
-) -> tuple[FloatArray, FloatArray, float]:
-    """Fit the noise model, to each class of multi-label data alone. Returns: as `_fit_noise`."""
-    if labels.ndim == 1:
-        return _fit_noise(_log(probabilities_NK), labels)
-    true_NK, posterior_NK, high = (
-        np.empty_like(probabilities_NK),
-        np.empty_like(probabilities_NK),
-        0.0,
-    )
-    for k, labels_N in enumerate(labels.T.astype(np.int64)):
-        present_N = probabilities_NK[:, k]
-        true_N2, posterior_N2, class_high = _fit_noise(
-            _log(np.stack([1.0 - present_N, present_N], axis=1)), labels_N
-        )
-        true_NK[:, k], posterior_NK[:, k] = true_N2[:, 1], posterior_N2[:, 1]
-        high += class_high
-    return true_NK, posterior_NK, high
-
-
-def _log(probabilities: FloatArray) -> FloatArray:
-    """Return log-probabilities that are finite, except those of 0."""
-    return np.where(
-        probabilities > 0, np.maximum(np.log(probabilities + 1e-300), _MIN_LOG_PROBABILITY), -np.inf
-    )
-
-
 def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> LabelErrors:
     """Estimate how probable it is that each label is wrong; cleanlab ranks the labels.
 
-    The lower limit of the expected number assumes that only significant confusions are the
-    annotators'; the upper one that all of them are. Both are widened by two standard deviations: of
-    the number of wrong labels with these probabilities, and of the model's own error.
+    The expected number assumes that only significant confusions are the annotators'; the upper
+    limit that all of them are. The limits are two standard deviations away: of the number of wrong
+    labels with these probabilities, and of the model's own error.
 
     Args:
         probabilities_NK: probabilities of a classifier that was not fitted to these images; 0 for
@@ -342,7 +310,7 @@ def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> Lab
     from cleanlab.rank import get_label_quality_scores as rank
 
     rows = np.arange(len(labels))
-    _, posterior_NK, high = _fit_noise_of_probabilities(probabilities_NK, labels)
+    _, posterior_NK, high = fit_noise(probabilities_NK, labels)
     if labels.ndim == 1:
         scores_N = 1.0 - rank(labels, posterior_NK)
         others_NK = posterior_NK.copy()
@@ -359,7 +327,7 @@ def find_label_errors(probabilities_NK: FloatArray, labels: NDArray[Any]) -> Lab
     num_surest = min(_MIN_LISTED, int(_MIN_LISTED_FRACTION * len(labels)))
     indices = np.argsort(-scores_N, kind="stable")[: max(num_doubtful, num_surest)]
     count = float(scores_N.sum())
-    variance = float((scores_N * (1.0 - scores_N)).sum()) + 1.0
-    margin = 2.0 * math.hypot(math.sqrt(variance), _MODEL_ERROR * count)
+    std = math.sqrt(float((scores_N * (1.0 - scores_N)).sum()) + 1.0)
+    margin = 2.0 * math.hypot(std, _MODEL_ERROR * count)
     expected = count, max(count - margin, 0.0), min(max(high, count) + margin, len(labels))
     return LabelErrors(scores_N, suggested, indices, expected)

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import DisjointSet
+from scipy.ndimage import convolve1d
 from torch import Tensor
 from torch.nn import functional
 
-from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, PixelFacts, nearest_images
+from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, nearest_images
 from finetune.progress import item_bar
 
-__all__ = ["find_near_duplicates", "wrong_probabilities"]
+__all__ = ["find_near_duplicates", "merge_groups", "wrong_probabilities"]
 
 NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
 MIN_COARSE_CORRELATION = 0.82
@@ -43,42 +44,42 @@ _REGISTRATION_STEPS = 5
 
 @torch.inference_mode()
 def find_near_duplicates(
-    neighbors: Sequence[Neighbors], facts: Sequence[PixelFacts | None]
+    neighbors: Sequence[Neighbors], thumbnails_NSS: Tensor
 ) -> tuple[list[list[int]], NDArray[np.float64]]:
     """Find groups of images that show the same photo.
 
     Args:
         neighbors: the nearest images by the features of each network; at least one.
-        facts: thumbnails of the N images; an unreadable image, None, has no duplicates.
+        thumbnails_NSS: gray images, uint8.
     Returns: groups of two or more image indices, ascending, the surest group first; and the
         probability of each group that it is wrong. Each image is confirmed as a copy of at least
         one other of its group.
     """
-    blank_SS = np.zeros((_S, _S), np.uint8)
-    thumbnails = [blank_SS if each is None else each.thumbnail_SS for each in facts]
-    thumbnails_NSS = torch.from_numpy(np.stack(thumbnails))
     candidates = [_nearest_pairs(each, NUM_NEIGHBORS) for each in neighbors]
     by_pixels = nearest_images(_shrink(thumbnails_NSS), NUM_PIXEL_NEIGHBORS)
     candidates.append(_nearest_pairs(by_pixels, NUM_PIXEL_NEIGHBORS))
     pairs_P2 = torch.unique(torch.cat(candidates), dim=0)
-    with item_bar(2 * len(pairs_P2), label="comparisons", unit="pair") as bar:
-        correlation_P, detail_P = _compare(
-            thumbnails_NSS, pairs_P2, MIN_COARSE_CORRELATION, bar.update
-        )
+    correlation_P, detail_P = _compare(thumbnails_NSS, pairs_P2, MIN_COARSE_CORRELATION)
     min_detail = _min_detail_correlation(thumbnails_NSS)
     confirmed = (correlation_P >= MIN_CORRELATION) & (detail_P >= min_detail)
     pairs_Q2, scores_Q = pairs_P2[confirmed], detail_P[confirmed]
     surest = scores_Q.argsort(descending=True, stable=True)
-    pairs, best = pairs_Q2[surest].tolist(), dict[int, float]()
-    merged = DisjointSet(itertools.chain.from_iterable(pairs))
-    for pair, score in zip(pairs, scores_Q[surest].tolist(), strict=True):
-        merged.merge(*pair)
-        for row in pair:
-            best.setdefault(row, score)
-    groups = [sorted(group) for group in merged.subsets()]  # in the order of the pairs
-    best_scores = np.array([max(best[row] for row in group) for group in groups])
+    groups = merge_groups(pairs_Q2[surest].tolist())
+    best = torch.zeros(len(thumbnails_NSS)).index_reduce(
+        0, pairs_Q2.flatten(), scores_Q.repeat_interleave(2), "amax"
+    )
+    best_scores = np.array([float(best[group].max()) for group in groups])
     similar = detail_P[correlation_P >= TAIL_CORRELATION].numpy()
     return groups, wrong_probabilities(similar, min_detail, best_scores)
+
+
+def merge_groups(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Merge groups that overlap; the order is that of their first parts."""
+    merged = DisjointSet(itertools.chain.from_iterable(groups))
+    for first, *others in groups:
+        for row in others:
+            merged.merge(first, row)
+    return [sorted(group) for group in merged.subsets()]
 
 
 def wrong_probabilities(
@@ -86,16 +87,16 @@ def wrong_probabilities(
 ) -> NDArray[np.float64]:
     """Estimate the probability that groups are wrong, from the pairs just below the limit.
 
-    Similar images that are no copies have a tail of the transformed correlation that falls at least
-    exponentially. It is fitted to windows below the limit, and extrapolated above it. Copies just
-    below the limit raise the last window, so the faster of two rates of decay counts.
+    The correlation of similar images that are no copies, transformed as by Fisher, has a tail that
+    falls at least exponentially. It is fitted to windows below the limit, and extrapolated above
+    it. Copies just below the limit raise the last window, so the faster of two decays counts.
 
     Args:
         detail_P: correlation of detail of the compared pairs.
         min_detail: the limit above which a pair is confirmed.
         best: highest correlation of detail in each group.
-    Returns: among pairs that correlate about as well as the best of the group, the expected number
-        of wrong ones divided by the number of all; at most 1.
+    Returns: the expected share of wrong ones among pairs that correlate as well as the best of the
+        group.
     """
     excess_P, excess = (
         (np.arctanh(np.minimum(each, 0.9999)) - math.atanh(min_detail)) / TAIL_WINDOW
@@ -126,32 +127,29 @@ def _shrink(thumbnails_NSS: Tensor) -> Tensor:
     return _standardize(torch.cat(shrunk), 1)
 
 
-def _compare(
-    thumbnails_NSS: Tensor,
-    pairs_P2: Tensor,
-    min_coarse: float,
-    update: Callable[[int], object] = lambda num_pairs: None,
-) -> tuple[Tensor, Tensor]:
+def _compare(thumbnails_NSS: Tensor, pairs_P2: Tensor, min_coarse: float) -> tuple[Tensor, Tensor]:
     """Register the images of each pair, and correlate them.
 
     Copies may be crops of each other, so both orders are tried.
 
     Args:
         min_coarse: coarse correlation from which a pair is registered.
-        update: function that is called with numbers of finished pairs.
     Returns: correlation (P,) of the images and of their detail (P,), -1 where not registered.
     """
     results_P2 = torch.full((len(pairs_P2), 2), -1.0)
-    for order in (pairs_P2, pairs_P2.flip(1)):
-        for rows in order[:, 0].argsort(stable=True).split(1024):
-            whole, position = order[rows, 0].unique_consecutive(return_inverse=True)
-            wholes, parts = thumbnails_NSS[whole].float(), thumbnails_NSS[order[rows, 1]].float()
-            coarse, crop, is_mirrored = _find_crop(wholes, position, parts)
-            near = coarse >= min_coarse
-            parts = torch.where(is_mirrored[near, None, None], parts[near].flip(2), parts[near])
-            new, old = _register(wholes[position[near]], parts, crop[near]), results_P2[rows[near]]
-            results_P2[rows[near]] = torch.where(new[:, 1:] > old[:, 1:], new, old)
-            update(len(rows))
+    with item_bar(2 * len(pairs_P2), label="comparisons", unit="pair") as bar:
+        for order in (pairs_P2, pairs_P2.flip(1)):
+            for rows in order[:, 0].argsort(stable=True).split(1024):
+                whole, position = order[rows, 0].unique_consecutive(return_inverse=True)
+                wholes = thumbnails_NSS[whole].float()
+                parts = thumbnails_NSS[order[rows, 1]].float()
+                coarse, crop, is_mirrored = _find_crop(wholes, position, parts)
+                near = coarse >= min_coarse
+                parts = torch.where(is_mirrored[near, None, None], parts[near].flip(2), parts[near])
+                new = _register(wholes[position[near]], parts, crop[near])
+                old = results_P2[rows[near]]
+                results_P2[rows[near]] = torch.where(new[:, 1:] > old[:, 1:], new, old)
+                bar.update(len(rows))
     return results_P2[:, 0], results_P2[:, 1]
 
 
@@ -269,11 +267,10 @@ def _detail(images_PSS: Tensor) -> Tensor:
 
 def _smoothing_matrix(repeats: int) -> Tensor:
     """Return a matrix (S, S) that filters with [1, 2, 1] / 4; edge pixels are repeated."""
-    matrix = torch.eye(_S)
+    matrix = np.eye(_S, dtype=np.float32)
     for _ in range(repeats):
-        above, below = matrix[[0, *range(_S - 1)]], matrix[[*range(1, _S), _S - 1]]
-        matrix = (above + 2 * matrix + below) / 4
-    return matrix
+        matrix = convolve1d(matrix, [0.25, 0.5, 0.25], axis=0, mode="nearest")
+    return torch.from_numpy(matrix)
 
 
 def _crop_matrices(size: float, num_positions: int) -> Tensor:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +20,11 @@ MAX_DEVIATION = 4.5  # robust standard deviations; measured: docs/doctor.md
 MIN_CLASS_SIZE = 20  # smaller classes are compared with all images
 MIN_CONTRAST = 8  # of 255
 MAX_DARK, MIN_BRIGHT = 40, 215  # of 255: brightest of a dark, darkest of a bright image
-MIN_SIZE_RATIO = 0.25  # to the median image
-MAX_ASPECT_CHANGE = 3.0  # to the median image
+MIN_SIZE_RATIO, MAX_ASPECT_CHANGE = 0.25, 3.0  # to the median image
 
 
 class Outlier(NamedTuple):
-    """An unusual image.
-
-    Attributes:
-        row: index of the image.
-        reason: far_from_others, blank, tiny, over_exposed, under_exposed, odd_shape or unreadable.
-        score: how sure it is, from 0 to 1.
-    """
+    """An unusual image: its row, the reason for the page, and how sure it is, from 0 to 1."""
 
     row: int
     reason: str
@@ -49,22 +42,20 @@ def find_feature_outliers(
         labels: class indices (N,), or indicators (N, K), for which all images are one class.
     Returns: the outliers, the farthest first.
     """
-    num_images = len(labels)
-    if num_images < MIN_CLASS_SIZE:
+    if len(labels) < MIN_CLASS_SIZE:
         return []
-    distances_N = np.zeros(num_images)
-    for each in neighbors:
-        distances_N += each.squared_Nk[:, -1].clamp(min=1e-12).log().numpy() / len(neighbors)
+    logarithms = (each.squared_Nk[:, -1].clamp(min=1e-12).log().numpy() for each in neighbors)
+    distances_N = sum((each / len(neighbors) for each in logarithms), np.zeros(len(labels)))
     deviations_N = _deviations(distances_N)
     if labels.ndim == 1:
         for label in np.unique(labels):
             members = np.flatnonzero(labels == label)
             if len(members) >= MIN_CLASS_SIZE:
                 deviations_N[members] = _deviations(distances_N[members])
-    rows = np.flatnonzero(deviations_N > MAX_DEVIATION)
-    scores = 1 - MAX_DEVIATION / (2 * deviations_N[rows])
-    outliers = zip(rows.tolist(), scores.tolist(), strict=True)
-    return _sort(Outlier(row, "far_from_others", score) for row, score in outliers)
+    rows = np.flatnonzero(deviations_N > MAX_DEVIATION).tolist()
+    return _sort(
+        Outlier(row, "far_from_others", 1 - MAX_DEVIATION / (2 * deviations_N[row])) for row in rows
+    )
 
 
 def _deviations(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -73,44 +64,33 @@ def _deviations(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (values - np.median(values)) / max(deviation, 1e-6)
 
 
-def find_pixel_problems(facts: Sequence[PixelFacts | None]) -> list[Outlier]:
+def find_pixel_problems(facts: Mapping[int, PixelFacts], num_images: int) -> list[Outlier]:
     """Find images that cannot be decoded, or that are blank, tiny, too dark, too bright or narrow.
 
     Size and shape are compared with the median image.
 
     Args:
-        facts: what is known of each image; None for an unreadable one.
+        facts: what is known of each readable image, by its row.
+        num_images: number of images, with the unreadable ones.
     Returns: at most one problem for each image, the surest first.
     """
-    readable = [each for each in facts if each is not None]
-    if not readable:
-        return [Outlier(row, "unreadable", 1.0) for row in range(len(facts))]
-    side = float(np.median([min(each.height, each.width) for each in readable]))
-    shape = float(np.median([math.log(each.width / each.height) for each in readable]))
-    found = ((row, _classify(each, side, shape)) for row, each in enumerate(facts))
-    return _sort(Outlier(row, *problem) for row, problem in found if problem is not None)
-
-
-def _classify(
-    facts: PixelFacts | None, median_side: float, median_shape: float
-) -> tuple[str, float] | None:
-    """Return the reason and the score of an image's worst problem."""
-    if facts is None:
-        return "unreadable", 1.0
-    contrast = facts.bright - facts.dark
-    if contrast < MIN_CONTRAST:
-        return "blank", 1 - contrast / (2 * MIN_CONTRAST)
-    if facts.bright < MAX_DARK:
-        return "under_exposed", 1 - facts.bright / (2 * MAX_DARK)
-    if facts.dark > MIN_BRIGHT:
-        return "over_exposed", 1 - (255 - facts.dark) / (2 * (255 - MIN_BRIGHT))
-    size = min(facts.height, facts.width) / median_side
-    if size < MIN_SIZE_RATIO:
-        return "tiny", 1 - size / (2 * MIN_SIZE_RATIO)
-    change = math.exp(abs(math.log(facts.width / facts.height) - median_shape))
-    if change > MAX_ASPECT_CHANGE:
-        return "odd_shape", 1 - MAX_ASPECT_CHANGE / (2 * change)
-    return None
+    side = float(np.median([min(each.height, each.width) for each in facts.values()]))
+    shape = float(np.median([math.log(each.width / each.height) for each in facts.values()]))
+    outliers = [Outlier(row, "unreadable", 1.0) for row in range(num_images) if row not in facts]
+    for row, each in facts.items():
+        change = math.exp(abs(math.log(each.width / each.height) - shape))
+        # unusual are values below a limit; of several reasons, the first counts
+        for reason, value, limit in (
+            ("blank", each.bright - each.dark, MIN_CONTRAST),
+            ("under_exposed", each.bright, MAX_DARK),
+            ("over_exposed", 255 - each.dark, 255 - MIN_BRIGHT),
+            ("tiny", min(each.height, each.width) / side, MIN_SIZE_RATIO),
+            ("odd_shape", 1 / change, 1 / MAX_ASPECT_CHANGE),
+        ):
+            if value < limit:
+                outliers.append(Outlier(row, reason, 1 - value / (2 * limit)))
+                break
+    return _sort(outliers)
 
 
 def _sort(outliers: Iterable[Outlier]) -> list[Outlier]:

@@ -6,11 +6,12 @@ pictures are JSON in the page itself, and the browser saves the decisions as a f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.source import Source
-from finetune.doctor.findings import KINDS, Findings, class_key
+from finetune.doctor.findings import KINDS, Findings
 from finetune.errors import FinetuneError, redact_urls
 from finetune.files import write_atomically
 from finetune.progress import item_bar
@@ -38,44 +39,41 @@ _EXAMPLE_PIXELS = 96
 
 def write_review_page(findings: Findings, folder: Path) -> Path:
     """Write doctor.html to the folder of doctor.json. Returns: path of the page."""
-    shown = {kind: findings.describe(kind, 0, _MAX_FINDINGS) for kind in KINDS}
-    for kind in ("leaks", "duplicates", "groups"):
-        # leave out large groups: a group is decided as a whole, so all its images must be shown
-        shown[kind] = [group for group in shown[kind] if len(group["images"]) <= _MAX_GROUP]
-    sides: dict[str, int] = {}
+    shown = {
+        kind: [each for each in findings.describe(kind, 0, _MAX_FINDINGS) if _fits(each["images"])]
+        for kind in KINDS
+    }
+    sides: dict[str, int] = {}  # of the pictures
     images = {}
     for finding in itertools.chain.from_iterable(shown.values()):
         side = _PICTURE_PIXELS if len(finding["images"]) == 1 else _GROUP_PIXELS
-        wanted = [(image["key"], side) for image in finding["images"]]
-        wanted += [(key, _EXAMPLE_PIXELS) for _, keys in finding["examples"] for key in keys]
-        sides |= {key: max(side, sides.get(key, 0)) for key, side in wanted}
         for image in finding["images"]:
-            images[image["key"]] = {**findings.images[image["key"]], "given": image["given"]}
-    embedded = {
-        "findings": shown,
-        "pictures": _picture_uris(findings, sides),
-        "images": images,
-    }
+            key = image["key"]
+            sides[key] = max(side, sides.get(key, 0))
+            images[key] = {**findings.images[key], "given": image["given"]}
+        for key in itertools.chain.from_iterable(keys for _, keys in finding["examples"]):
+            sides.setdefault(key, _EXAMPLE_PIXELS)
+    pictures = _encode_pictures(findings, sides)
+    embedded = {"findings": shown, "pictures": pictures, "images": images}
     write_atomically(folder / PAGE_FILE, render_review(findings, folder, embedded=embedded))
     return folder / PAGE_FILE
 
 
-def _picture_uris(findings: Findings, sides: Mapping[str, int]) -> dict[str, str]:
+def _fits(group: Sequence[Any]) -> bool:
+    """Return True if doctor.html shows a group: all its images, as it is decided as a whole."""
+    return len(group) <= _MAX_GROUP
+
+
+def _encode_pictures(findings: Findings, sides: Mapping[str, int]) -> dict[str, str]:
     """Encode pictures. Returns: data URIs by key, empty for images that cannot be read."""
-    splits = {
-        name: dataclasses.replace(split, decode_size=_PICTURE_PIXELS)
-        for name, split in findings.source.splits.items()
-    }
-    uris = {}
+    uris = dict.fromkeys(sides, "")
     with item_bar(len(sides), label="pictures") as bar:
         for key, side in sides.items():
             split, index = findings.locate(key)
-            try:
-                pixels_HWC = splits[split].decode(index)
-                uris[key] = to_data_uri(pixels_HWC, max_side=side)
-            except FinetuneError:
-                uris[key] = ""
-            bar.update(1)
+            split = dataclasses.replace(split, decode_size=side)
+            with contextlib.suppress(FinetuneError):
+                uris[key] = to_data_uri(split.decode(index), max_side=side)
+            bar.update()
     return uris
 
 
@@ -84,7 +82,6 @@ def render_review(
     folder: Path,
     *,
     decisions: Mapping[str, Any] | None = None,
-    sources: str = "img-src data:",
     embedded: Mapping[str, Any] | None = None,
 ) -> str:
     """Render the review page.
@@ -93,7 +90,6 @@ def render_review(
         findings: the findings.
         folder: folder of decisions.csv, which need not exist yet.
         decisions: earlier decisions by key.
-        sources: directives for what the page may load, see `render_html`.
         embedded: for the static page: "findings" by kind, "pictures" and "images" by key.
     Returns: the page.
     """
@@ -106,21 +102,16 @@ def render_review(
         keys, left_out = findings.keys[kind], ""
         if kind == "groups" and not keys:
             continue  # only with data.group
-        if embedded and len(embedded["findings"][kind]) < len(keys):
+        if embedded:
+            keys = [each for each in keys[:_MAX_FINDINGS] if _fits(each)]
+        if len(keys) < len(findings.keys[kind]):
             left_out = (
-                f"{len(embedded['findings'][kind])} of {len(keys):,} are on this page, the surest "
+                f"{len(keys)} of {len(findings.keys[kind]):,} are on this page, the surest "
                 f"that are not too large; all are in: {review}"
             )
-        if embedded:
-            keys = [_keys_of(finding) for finding in embedded["findings"][kind]]
+        expected = _describe_expected(findings.expected.get(kind, {}))
         kinds.append(
-            {
-                "name": kind,
-                "title": title,
-                "keys": keys,
-                "expected": _describe_expected(findings.expected.get(kind, {})),
-                "left_out": left_out,
-            }
+            {"name": kind, "title": title, "keys": keys, "expected": expected, "left_out": left_out}
         )
     train = findings.source.splits.get("train")
     num_classes = len(findings.source.class_names)
@@ -141,7 +132,7 @@ def render_review(
         "review.html",
         script="review.js",
         package="finetune.doctor",
-        sources=sources,
+        sources="img-src data:" if embedded else "img-src 'self' data:; connect-src 'self'",
         title=f"Review of {source}",
         data=data,
     )
@@ -151,11 +142,6 @@ def training_command(source: Source, decisions_file: Path) -> str:
     """Return the command that trains with the decisions."""
     arguments = [redact_urls(source.name), f"data.decisions={decisions_file}"]
     return shlex.join(["finetune", "train", *arguments])
-
-
-def _keys_of(finding: Mapping[str, Any]) -> list[str]:
-    """Return the keys to decide on for a finding."""
-    return [image["key"] for image in finding["images"]] or [class_key(finding["classes"])]
 
 
 def _describe_expected(expected: Mapping[str, float]) -> str:

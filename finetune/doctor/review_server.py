@@ -70,6 +70,7 @@ def serve_review(
     try:
         import starlette  # noqa: F401
         import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
     except ImportError as error:
         raise SetupError(
             f"--review: the server is not installed ({error}); {install_hint('demo')}, or open "
@@ -81,17 +82,14 @@ def serve_review(
         findings = open_findings(source, folder, decode_size=_PICTURE_PIXELS["large"])
         decisions = DecisionFile(folder / DECISIONS_FILE, findings)
         config = uvicorn.Config(
-            build_app(findings, decisions, folder, host=host),
-            log_level="warning",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
+            build_app(decisions, host=host),
+            http=ConnectionLimits(AutoHTTPProtocol),  # type: ignore[arg-type]
             ws="none",
+            log_config=None,
+            log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        config.load()
-        config.http_protocol_class = ConnectionLimits(config.http_protocol_class)  # type: ignore[assignment]
         server = uvicorn.Server(config)
         address = host.strip("[]")
         name = f"[{address}]" if ":" in address else address
@@ -129,15 +127,16 @@ class DecisionFile:
         file: path of decisions.csv, which need not exist.
         findings: the findings to decide.
     Attributes:
+        file, findings: as given.
         by_key: the decisions about findings by key.
     Raises: DataError if the file exists and is damaged.
     """
 
     def __init__(self, file: Path, findings: Findings) -> None:
         self.file = file
+        self.findings = findings
         self.by_key: dict[str, Decision] = {}
         self._others: list[Decision] = []
-        self._findings = findings
         self._class_keys = {key for keys in findings.keys["class_problems"] for key in keys}
         counts = Counter(image["path"] for image in findings.images.values())
         self._key_of_path = {
@@ -158,7 +157,7 @@ class DecisionFile:
         Raises: ValueError for a change that is not possible, which changes nothing; SetupError if
             the file cannot be written.
         """
-        parsed = {key: change and self._parse(key, change) for key, change in changes.items()}
+        parsed = {key: self._parse(key, change) for key, change in changes.items()}
         with self._lock:
             self._read_if_changed()  # a person may edit the file meanwhile
             changed = {**self.by_key, **parsed}
@@ -174,40 +173,33 @@ class DecisionFile:
                 key: {
                     "action": one.action,
                     "label": one.label,
-                    "given": one.given or self._findings.given_label(key),
+                    "given": one.given or self.findings.given_label(key),
                 }
                 for key, one in self.by_key.items()
             }
 
-    def _parse(self, key: str, change: Any) -> Decision:
-        """Parse a decision about a finding. Raises: ValueError if there is no such decision."""
+    def _parse(self, key: str, change: Any) -> Decision | None:
+        if change is None:
+            return None
         if not isinstance(change, dict):
             raise ValueError("a decision is an object with an action")
         action, label, given = (change.get(name) for name in ("action", "label", "given"))
-        source = self._findings.source
-        if image := self._findings.images.get(key):
-            if action not in ("keep", "drop", "relabel"):
-                raise ValueError(f"unknown action {action!r} for an image")
-            if action != "relabel":
-                label = None
-            elif not {*source.class_names}.issuperset(
-                label_names(str(label), source.splits[image["split"]])
-            ):
-                raise ValueError(f"unknown label {label!r}")
+        source = self.findings.source
+        if image := self.findings.images.get(key):
             place, digest = (image["split"], image["index"], image["path"]), image.get("digest")
-            return Decision(action, *place, self._findings.given_label(key), label, digest)
-        if key not in self._class_keys:
-            raise ValueError(f"unknown image {key!r}")
-        classes = json.loads(key)
-        if action == "keep":
-            return Decision("keep", given=classes[0], label=classes[1] if classes[1:] else None)
-        if (
-            action != "merge"
-            or given not in classes
-            or label not in {*source.class_names} - {given}
-        ):
-            raise ValueError(f"{key} cannot be merged in this way")
-        return Decision("merge", given=given, label=label)
+            labels = label_names(str(label), source.splits[image["split"]])
+            if action in ("keep", "drop"):
+                return Decision(action, *place, self.findings.given_label(key), digest=digest)
+            if action == "relabel" and set(labels) <= set(source.class_names):
+                return Decision(action, *place, self.findings.given_label(key), label, digest)
+        elif key in self._class_keys:
+            first, *others = json.loads(key)
+            if action == "keep":
+                return Decision("keep", given=first, label=next(iter(others), None))
+            names = {*source.class_names} - {given}
+            if action == "merge" and given in (first, *others) and label in names:
+                return Decision("merge", given=given, label=label)
+        raise ValueError(f"{key}: no finding, or it cannot be decided in this way: {change}")
 
     def _read_if_changed(self) -> None:
         signature = stat_signature(self.file) if self.file.exists() else None
@@ -231,19 +223,15 @@ class DecisionFile:
         key = self._key_of_path.get(decision.path or "")
         if decision.split is not None and decision.index is not None:
             key = image_key(decision.split, decision.index)
-        image = self._findings.images.get(key or "")
+        image = self.findings.images.get(key or "")
         return key if image and decision.path in (None, image["path"]) else None
 
 
-def build_app(
-    findings: Findings, decisions: DecisionFile, folder: Path, *, host: str = "127.0.0.1"
-) -> Starlette:
+def build_app(decisions: DecisionFile, *, host: str = "127.0.0.1") -> Starlette:
     """Build the application that serves the page, findings and pictures, and takes decisions.
 
     Args:
-        findings: the findings to review.
-        decisions: where decisions are saved.
-        folder: the folder of doctor.json.
+        decisions: where decisions are saved, in the folder of doctor.json.
         host: the address that the server listens on.
     """
     from starlette.applications import Starlette
@@ -255,13 +243,10 @@ def build_app(
     from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
+    findings = decisions.findings
+
     def send_page(request: Request) -> Response:
-        html = render_review(
-            findings,
-            folder,
-            decisions=decisions.to_json(),
-            sources="img-src 'self' data:; connect-src 'self'",
-        )
+        html = render_review(findings, decisions.file.parent, decisions=decisions.to_json())
         return HTMLResponse(html, headers={"Cache-Control": "no-store"})
 
     def send_findings(request: Request) -> Response:
@@ -276,8 +261,8 @@ def build_app(
         size, key = (request.path_params[name] for name in ("size", "key"))
         try:
             split, index = findings.locate(key)
-            pixels_HWC = findings.source.splits[split].decode(index)
-            body, media_type = encode_thumbnail(pixels_HWC, max_side=_PICTURE_PIXELS[size])
+            side = _PICTURE_PIXELS[size]
+            body, media_type = encode_thumbnail(split.decode(index), max_side=side)
         except (KeyError, FinetuneError) as error:
             raise HTTPException(404, "no such picture, or it cannot be read") from error
         headers = {"Cache-Control": "private, max-age=600"}

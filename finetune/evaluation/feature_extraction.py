@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VALUES_PER_BROADCAST",
+    "FeatureExtractor",
     "Features",
     "compute_features",
     "compute_pre_logits",

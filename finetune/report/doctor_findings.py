@@ -50,7 +50,9 @@ class _ClassProblem(TypedDict):
     kind: str
     classes: Annotated[list[str], Field(min_length=1, max_length=2)]
     score: FiniteFloat
-    images: _Count
+    images: _Count  # that are confused, or in the class
+    sizes: list[_Count]  # of the classes
+    examples: list[tuple[str, list[str]]]  # a class and keys of images
 
 
 class _Split(TypedDict):

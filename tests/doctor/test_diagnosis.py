@@ -103,6 +103,16 @@ def test_neighbors_have_the_given_and_the_suggested_label(
             assert f"{error['split']}/{error['index']}" not in keys
 
 
+def test_a_small_class_has_example_images(image_folder: Path, tmp_path: Path) -> None:
+    for number in range(1, 8):
+        (image_folder / "train" / "red" / f"red-{number}.png").unlink()
+    (problem,) = diagnose(image_folder, tmp_path / "out")["class_problems"]
+    assert (problem["kind"], problem["classes"], problem["sizes"]) == ("too_small", ["red"], [5])
+    ((name, keys),) = problem["examples"]
+    assert (name, len(keys), len({*keys})) == ("red", 4, 4)
+    assert "train/16" in keys
+
+
 def test_predictions_of_a_run_count_for_its_held_out_images(
     image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_findings import image_of, write_findings
+from doctor_findings import class_problem, image_of, write_findings
 from refusals import refused
 from small_datasets import write_image_folder
 
@@ -37,8 +37,8 @@ def test_findings_name_the_images_and_their_neighbors(tmp_path: Path, source: So
         ["dog", ["train/3", "train/2", "train/1", "train/0"]],
     ]
     same, _ = findings.describe("class_problems", 0, 9)
-    assert same["sizes"] == [4, 4]
-    assert same["examples"][1] == ["dog", ["train/3", "train/4", "train/5"]]
+    assert same["classes"] == ["cat", "dog"]
+    assert same["examples"][1] == ("dog", ["train/0", "train/3"])
 
 
 def test_several_labels_are_joined_as_in_decisions(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_missing_findings_name_the_command(tmp_path: Path, source: Source) -> No
     [
         {"label_errors": [{"split": "train"}]},
         {"expected": {"leaks": {"count": "many"}}},
-        {"class_problems": [{"kind": "same", "classes": ["cat", "?"], "score": 0, "images": 1}]},
+        {"class_problems": [class_problem("same", ["cat", "?"], score=0)]},
         {"outliers": [{"split": "train", "index": 6, "path": "a"}]},
         {"outliers": [{"split": "val", "index": 0, "path": "a"}]},
     ],

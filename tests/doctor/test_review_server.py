@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from demo_server import browser, run_server
-from doctor_findings import image_of, write_findings
+from doctor_findings import class_problem, image_of, write_findings
 from refusals import refused
 from small_datasets import write_image_folder
 
@@ -66,8 +66,8 @@ def write_review(folder: Path, source: Source) -> DecisionFile:
             for image in pick(source, "train/dog/2.png")
         ],
         class_problems=[
-            {"kind": "same", "classes": ["cat", "kitten"], "score": 0.9, "images": 9},
-            {"kind": "overlap", "classes": ["cow", "dog"], "score": 0.2, "images": 2},
+            class_problem("same", ["cat", "kitten"], score=0.9),
+            class_problem("overlap", ["cow", "dog"], score=0.2),
         ],
     )
     return open_file(folder, source)
@@ -91,8 +91,7 @@ def client(tmp_path: Path, source: Source) -> Any:
     from starlette.testclient import TestClient
 
     decisions = write_review(tmp_path, source)
-    app = build_app(open_findings(source.name, tmp_path), decisions, tmp_path)
-    return TestClient(app, base_url="http://127.0.0.1")
+    return TestClient(build_app(decisions), base_url="http://127.0.0.1")
 
 
 class TestRequests:

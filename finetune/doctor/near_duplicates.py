@@ -64,11 +64,12 @@ def find_near_duplicates(
     confirmed = (correlation_P >= MIN_CORRELATION) & (detail_P >= min_detail)
     pairs_Q2, scores_Q = pairs_P2[confirmed], detail_P[confirmed]
     surest = scores_Q.argsort(descending=True, stable=True)
-    groups = merge_groups(pairs_Q2[surest].tolist())
-    best = torch.zeros(len(thumbnails_NSS)).index_reduce(
-        0, pairs_Q2.flatten(), scores_Q.repeat_interleave(2), "amax"
-    )
-    best_scores = np.array([float(best[group].max()) for group in groups])
+    pairs, scores = pairs_Q2[surest].tolist(), scores_Q[surest].tolist()
+    groups = merge_groups(pairs)
+    # the surest pair of each image comes last, and counts
+    in_order = zip(reversed(pairs), reversed(scores), strict=True)
+    best = {row: score for pair, score in in_order for row in pair}
+    best_scores = np.array([max(best[row] for row in group) for group in groups])
     similar = detail_P[correlation_P >= TAIL_CORRELATION].numpy()
     return groups, wrong_probabilities(similar, min_detail, best_scores)
 

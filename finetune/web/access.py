@@ -71,7 +71,7 @@ def refuse_post(
     if not length.isdecimal() or "transfer-encoding" in headers:
         return 411, "a request needs a Content-Length"
     if int(length) > max_bytes:
-        return 413, f"more than {max_bytes / 2**20:.2g} MB"
+        return 413, f"more than {max_bytes / 2**20:.2g} MB; send less at once"
     return None
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import hashlib
+import io
 import ipaddress
 import os
 import random
 import shutil
+import signal
 import socket
 import ssl
 import sys
@@ -61,6 +64,8 @@ def _prepare_environment() -> None:
     )
     for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, and children inherit it
+        signal.signal(signal.SIGHUP, lambda *_: None)
     sys.dont_write_bytecode = False  # each process of a test would compile the package: 0.5 s
 
 
@@ -244,6 +249,40 @@ def no_plots() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         disable_report_and_plots(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def exported_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int | None]:
+    """Return `export_network` with a memory: an equal network is copied, not traced again."""
+    import torch
+
+    from finetune.commands.export_formats import export_network
+
+    folder = tmp_path_factory.mktemp("exported-files")
+    opsets: dict[str, int | None] = {}
+
+    def export(network: Any, example: Any, path: Path, *names: str, **options: Any) -> int | None:
+        content = io.BytesIO()
+        torch.save((network, tuple(example.shape), names, options), content)
+        key = hashlib.sha256(content.getvalue()).hexdigest()
+        if key not in opsets:
+            opsets[key] = export_network(network, example, path, *names, **options)
+            shutil.copy(path, folder / key)
+        else:
+            shutil.copy(folder / key, path)
+        return opsets[key]
+
+    return export
+
+
+@pytest.fixture(scope="module")
+def equal_exports_run_once(exported_files: Callable[..., int | None]) -> Iterator[None]:
+    """Trace each network once: that takes most of the time of an export."""
+    from finetune.commands import export
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "export_network", exported_files)
         yield
 
 

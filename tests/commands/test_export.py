@@ -26,6 +26,7 @@ from finetune.models.build import build_model
 from finetune.models.save import save_model
 
 NANO = "embedded:vit_nano"
+pytestmark = pytest.mark.usefixtures("equal_exports_run_once")
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
 
@@ -38,7 +39,11 @@ def run_exported(path: Path, images: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module", params=SUFFIXES)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exported(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    equal_exports_run_once: None,
+) -> Any:
     folder = tmp_path_factory.mktemp("exported")
     return export_model(NANO, preprocessing=False, format=request.param, out=str(folder / "below"))
 

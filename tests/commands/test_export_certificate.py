@@ -6,9 +6,7 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from forked_runs import child_exit_code
+from networks import TINY_ARGS, build_network, randomize_head, save_network
 from PIL import Image
 from refusals import refused
 
@@ -26,11 +26,12 @@ from finetune.commands.export_certificate import ImageClassifier, certify, vary_
 from finetune.files import file_sha256
 from finetune.inference import Classifier
 from finetune.models.build import build_model
-from finetune.models.save import BuiltModel, save_model
+from finetune.models.save import save_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
 NANO = "embedded:vit_nano"
+pytestmark = pytest.mark.usefixtures("equal_exports_run_once")
 
 
 def gradient_image(height: int, width: int) -> Image.Image:
@@ -51,7 +52,11 @@ def probabilities(file: str, image: Image.Image) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=["onnx", "torch"])
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exported(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    equal_exports_run_once: None,
+) -> Any:
     folder = tmp_path_factory.mktemp("exported")
     return export_model(NANO, format=request.param, out=str(folder / "below"))
 
@@ -102,12 +107,12 @@ def test_metadata_is_in_the_file(exported: dict[str, Any]) -> None:
 def test_disagreeing_export_is_refused_and_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_another_mean(*arguments: Any) -> Any:
-        module = ImageClassifier(*arguments)
-        module.preprocessing.shift.add_(0.3)
-        return module
+    def load_negative(path: Path, format: str) -> Any:
+        model = load_exported(path, format)
+        return lambda image: model(255 - image)
 
-    monkeypatch.setattr(export_module, "ImageClassifier", with_another_mean)
+    load_exported = export_module.load_exported
+    monkeypatch.setattr(export_module, "load_exported", load_negative)
     with refused("weights.wrong_export", NANO, "0.001", "--no-preprocessing"):
         export_model(NANO, out=str(tmp_path))
     assert not os.listdir(tmp_path)
@@ -145,29 +150,31 @@ def test_second_format_needs_another_folder(exported: dict[str, Any]) -> None:
     assert sorted(os.listdir(path.parent)) == ["certificate.json", path.name]
 
 
-def test_killed_export_leaves_no_file_and_the_next_one_removes_the_rest(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "finetune", "export", NANO, "--out", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and not (tmp_path / ".model.onnx.tmp/model.onnx").exists():
-            time.sleep(0.01)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
+def test_killed_export_leaves_no_file_and_the_next_one_removes_the_rest(
+    exported_files: Callable[..., int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_die(*arguments: Any, **options: Any) -> None:
+        exported_files(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "export_network", write_and_die)
+        assert child_exit_code(lambda: export_model(NANO, out=str(tmp_path))) == -signal.SIGKILL
     assert os.listdir(tmp_path) == [".model.onnx.tmp"]
     export_model(NANO, out=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["certificate.json", "model.onnx"]
 
 
-def save(built: BuiltModel, folder: Path) -> str:
-    """Save a model with numbered classes."""
-    folder.mkdir()
-    names = [f"class {index}" for index in range(built.model.num_classes)]
-    state = built.model.state_dict()
-    save_model(folder, built, state, class_names=names, preprocessing=built.preprocessing)
-    return str(folder)
+def save_small_vit(folder: Path, num_classes: int = 5) -> str:
+    """Save a network with random weights and numbered classes."""
+    args = {**TINY_ARGS, "depth": 1}
+    built = build_network("vit", num_classes=num_classes, args=args)
+    randomize_head(built.model)
+    return save_network(folder, built, [f"class {index}" for index in range(num_classes)])
 
 
 def test_many_classes(tmp_path: Path) -> None:
-    model = save(build_model(NANO, num_classes=21_843, head_init="default"), tmp_path / "m")
+    model = save_small_vit(tmp_path / "m", num_classes=21_843)
     exported = export_model(model, out=str(tmp_path))
     assert exported["top1_agreement"] == 1
     image = gradient_image(50, 70)
@@ -181,8 +188,9 @@ def test_many_classes(tmp_path: Path) -> None:
 def test_adapter_is_merged(tmp_path: Path, no_plots: None) -> None:
     recipe = parse_recipe(f"""
 model: {{name: "{NANO}", adapter: {{rank: 2, targets: [attention]}}}}
-data: {{source: "embedded:digits", train: resize, eval: resize}}
-optim: {{lr: 1.0e-2, steps: 6}}
+data: {{source: "embedded:digits", train: resize, eval: resize, num_train: 64, num_val: 10}}
+optim: {{lr: 1.0e-2, steps: 2}}
+run: {{test: false}}
 """)
     train(recipe, tmp_path / "run")
     assert (tmp_path / "run/model/adapter").is_dir()
@@ -196,17 +204,18 @@ optim: {{lr: 1.0e-2, steps: 6}}
 def test_temperature_and_sigmoid_are_in_the_graph(
     multilabel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = build_model(NANO)
+    model = save_small_vit(tmp_path / "m")
+    built = build_model(model)
     thresholds = [0.25] * built.model.num_classes if multilabel else None
     temperature = None if multilabel else 2.0
     built = dataclasses.replace(
         built, temperature=temperature, multilabel=multilabel, thresholds=thresholds
     )
     monkeypatch.setattr(export_module, "build_model", lambda *_, **__: built)
-    result = export_model(NANO, out=str(tmp_path))
+    result = export_model(model, out=str(tmp_path))
     image = gradient_image(50, 70)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    classifier = Classifier.load(NANO, device="cpu")
+    classifier = Classifier.load(model, device="cpu")
     logits_K = classifier.logits(classifier.pipeline([pixels]))[0]
     expected = logits_K.sigmoid() if multilabel else (logits_K / 2).softmax(0)
     np.testing.assert_allclose(probabilities(result["file"], image), expected, atol=1e-5)

@@ -20,7 +20,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs/export.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, equal_exports_run_once: None) -> Path:
     """The exported model and images: RGB, gray, transparent, and turned by EXIF orientation."""
     folder = tmp_path_factory.mktemp("examples")
     export_model(NANO, out=str(folder))

@@ -19,6 +19,7 @@ from finetune.commands.export import export_model, format_export
 from finetune.commands.export_runtimes import RUNTIMES, find_ort_web, open_runtime
 
 NANO = "embedded:vit_nano"
+pytestmark = pytest.mark.usefixtures("equal_exports_run_once")
 
 
 @pytest.fixture

@@ -39,7 +39,9 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Callable[..., Path]:
+def exports(
+    tmp_path_factory: pytest.TempPathFactory, no_plots: None, equal_exports_run_once: None
+) -> Callable[..., Path]:
     """Return a function that exports a run: folder "run" next to folders of files."""
     top = tmp_path_factory.mktemp("exported")
 

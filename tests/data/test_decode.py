@@ -93,8 +93,10 @@ def test_bytes_path_and_pil_image_decode_to_the_same_pixels(tmp_path: Path) -> N
         assert np.array_equal(decode_image(image), expected)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG", "WEBP"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    "kind, orientation",
+    [*(("JPEG", number) for number in range(1, 9)), ("PNG", 6), ("TIFF", 6), ("WEBP", 6)],
+)
 def test_applies_exif_orientation(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -211,9 +213,12 @@ def test_float_tiff_is_scaled_or_rejected() -> None:
             decode_image(encode(image, "TIFF"))
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize(
-    "size, factor", [(320, 1), (161, 1), (160, 2), (81, 2), (80, 4), (41, 4), (40, 8), (1, 8)]
+    "mode, size, factor",
+    [
+        *(("RGB", 320, 1), ("RGB", 161, 1), ("RGB", 160, 2), ("RGB", 81, 2), ("RGB", 80, 4)),
+        *(("RGB", 41, 4), ("RGB", 40, 8), ("RGB", 1, 8), ("L", 80, 4), ("CMYK", 80, 4)),
+    ],
 )
 def test_decode_size_reduces_jpegs_but_no_side_below_the_size(
     mode: str, size: int, factor: int

@@ -28,8 +28,8 @@ def indices_of(sampler: DistributedBatchSampler, steps: range, **shard: int) -> 
     ]
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 7, 24, 25])
-@pytest.mark.parametrize("batch_size", [2, 3, 8, 30])
+@pytest.mark.parametrize("num_samples", [1, 7, 24])
+@pytest.mark.parametrize("batch_size", [3, 8, 30])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_every_epoch_has_each_sample_once_for_any_number_of_processes(
     num_samples: int, batch_size: int, group_size: int
@@ -54,8 +54,8 @@ def test_every_epoch_has_each_sample_once_for_any_number_of_processes(
             assert Counter(samples[first : first + num_samples]) == Counter(range(num_samples))
 
 
-@pytest.mark.parametrize("batch_size", [4, 6, 7, 13, 64])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64, None])
+@pytest.mark.parametrize("batch_size", [6, 13, 64])
+@pytest.mark.parametrize("micro_batch_size", [1, 5, None])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_ranks_and_micro_batches_partition_the_same_global_batch(
     batch_size: int, micro_batch_size: int | None, group_size: int
@@ -154,7 +154,7 @@ def test_corruption_depends_on_the_sample_not_on_the_rank(digits) -> None:
         assert torch.equal(images, expected.images_BCHW)
 
 
-@pytest.mark.parametrize("num_images", range(1, 26))
+@pytest.mark.parametrize("num_images", [1, 2, 3, 4, 5, 11, 12, 13])
 def test_evaluation_has_each_image_once_and_equally_many_batches_per_rank(
     digits, num_images: int
 ) -> None:

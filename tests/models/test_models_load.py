@@ -45,7 +45,7 @@ class TestImageSize:
     @pytest.mark.parametrize(
         "key", ["vit", "vit_average", "distilled", "registers", "cait", "representation"]
     )
-    @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (6, 4), (2, 8)])
+    @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (2, 8)])
     def test_posemb_paper_equals_the_paper(
         self, key: str, grid: tuple[int, int], tmp_path: Path
     ) -> None:

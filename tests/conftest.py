@@ -92,12 +92,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     with collector.defer_garbage_collection():
         result = yield
     gc.freeze()  # what stays to the end need not be looked through again and again
+    atexit.register(gc.unfreeze)  # or libraries that count what is never freed complain about it
     gc.set_threshold(2_000, 10, 50)  # nor what tests import: that took a twelfth of the time
     return result
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # or libraries that count what is never freed complain about it
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -177,12 +174,22 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def digits_are_read_once() -> Iterator[None]:
-    """They are kept as text, and half of the tests train on them."""
+    """They are kept as text, and half of the tests train on them; none may change them."""
+    import numpy as np
     import sklearn.datasets
 
+    read = sklearn.datasets.load_digits
+
+    @functools.cache
+    def read_once(**options: Any) -> Any:
+        digits = read(**options)
+        for array in digits if isinstance(digits, tuple) else digits.values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        return digits
+
     with pytest.MonkeyPatch.context() as patch:
-        read = functools.cache(sklearn.datasets.load_digits)
-        patch.setattr(sklearn.datasets, "load_digits", read)
+        patch.setattr(sklearn.datasets, "load_digits", read_once)
         yield
 
 

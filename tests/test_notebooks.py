@@ -187,9 +187,8 @@ def test_all_of_them_are_here() -> None:
 @pytest.mark.slow
 @names
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if SHORT[path.stem]:  # the third has a kernel such as a user's
-        place = "jupyter_client.provisioning.local_provisioner.launch_kernel"
-        monkeypatch.setattr(place, Forked)
+    place = "jupyter_client.provisioning.local_provisioner.launch_kernel"
+    monkeypatch.setattr(place, Forked)
     notebook = execute(path, tmp_path / "here", overrides=SHORT[path.stem])
     assert len(pictures(notebook)) == PICTURES[path.stem]
     assert not [one for one in outputs(notebook) if one.output_type == "error"]

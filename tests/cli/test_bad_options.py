@@ -252,8 +252,6 @@ def test_demo_refuses_an_invalid_address() -> None:
     "name",
     [
         "train: an option without its value",
-        "predict: a sheet over the image",
-        "predict: a text file",
         "info: a size that the patches do not divide",
     ],
 )

@@ -346,7 +346,7 @@ ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "convnext_atto": (64, {"depths": [1, 1, 1, 1], "dims": [8, 16, 16, 16]}),
     "swin_tiny_patch4_window7_224": (32, SWIN),
 }
-SLOW_ARCHITECTURES = ("convnext_atto", "swin_tiny_patch4_window7_224")
+SLOW_ARCHITECTURES = ("vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224")
 
 
 @pytest.mark.slow

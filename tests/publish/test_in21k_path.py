@@ -50,7 +50,7 @@ from finetune.recipe.load import load_recipe
 
 TOKEN = "hf_writewritewrite"
 WIDTH, PARAMETERS = 768, 85_798_656  # D, and the parameters without a head
-DEPTH, REDUCED_DEPTH, BLOCK_PARAMETERS = 12, 2, 7_087_872  # blocks, and parameters per block
+DEPTH, REDUCED_DEPTH, BLOCK_PARAMETERS = 12, 1, 7_087_872  # blocks, and parameters per block
 HALF_UNIT = 1e-6  # float32 rounding below 4, as in test_resize_posemb.py
 SMALL = ("data.batch_size=2", "run.log_every=1", "run.threads=1")
 ONE_STEP = ("optim.steps=1", "optim.warmup_steps=0")

@@ -34,11 +34,13 @@ from finetune.training.train import train
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.sample_rng import sample_keys
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 RECIPE = tiny_recipe_text("eval: 'resize(18) | center_crop'", optim="lr: 3e-3, steps: 6")
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+def finished_run(tmp_path_factory, no_plots: None) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("evaluate") / "run"
     return out, train(parse_recipe(RECIPE), out)
 

@@ -202,37 +202,28 @@ class TestBrowser:
             assert image.evaluate("image => image.complete && image.naturalWidth") > 0
         assert len(tab.page.query_selector_all(".ft-stack img")) == 2
 
-    def test_gradio_branding_is_hidden(self, tab: Any) -> None:
-        tab.page.wait_for_timeout(300)
-        text = tab.page.inner_text("body")
-        assert "Gradio" not in text
-        assert "API" not in text
-        assert "odd-names" in text
-        assert "Images stay on this machine" in text
-
-    def test_example_click_and_clear(self, tab: Any) -> None:
+    def test_example_click_and_clear_without_branding(self, tab: Any) -> None:
         tab.page.click("#ft-examples .gallery-item >> nth=1")
         tab.page.wait_for_selector(".ft-result")
         tab.page.wait_for_selector("#ft-image .image-frame img")
         tab.page.click("#ft-image .icon-button-wrapper button")
         tab.page.wait_for_selector(".ft-empty")
         assert tab.page.query_selector(".ft-result") is None
+        text = tab.page.inner_text("body")
+        assert "Gradio" not in text
+        assert "API" not in text
+        assert "odd-names" in text
+        assert "Images stay on this machine" in text
 
-    @pytest.mark.parametrize("is_cut, words", [(False, "9000 x 9000 pixels"), (True, "truncated")])
-    def test_invalid_file_shows_an_error(
-        self, tab: Any, tmp_path: Path, is_cut: bool, words: str
-    ) -> None:
+    def test_invalid_file_shows_an_error(self, tab: Any, tmp_path: Path) -> None:
         """For other invalid files, see tests/demo/test_demo_predictor.py."""
         file = tmp_path / "a.png"
-        if is_cut:
-            file.write_bytes(save_random_image(file).read_bytes()[:3000])
-        else:
-            Image.new("1", (9000, 9000)).save(file)
+        Image.new("1", (9000, 9000)).save(file)
         self.drop(tab, file)
         tab.page.wait_for_selector(".ft-refusal")
         text = tab.page.inner_text(".ft-refusal")
         assert "The image could not be classified" in text
-        assert words in text
+        assert "9000 x 9000 pixels" in text
         assert "Traceback" not in tab.page.inner_text("body")
         assert str(tmp_path) not in text
         # and the page still works

@@ -223,34 +223,20 @@ def client_output(client_and_model: tuple[str, str], loaded: dict[str, Any]) -> 
     return output
 
 
-class TestEveryClient:
-    def test_same_logits(self, client_output: Any, pushed: Pushed, model_name: str) -> None:
-        found = torch.tensor(client_output["logits"])
-        torch.testing.assert_close(found, pushed.logits[model_name], rtol=0, atol=TOLERANCE)
-
-    def test_same_labels_in_order(self, client_output: Any, pushed: Pushed) -> None:
-        assert client_output["labels"] == pushed.labels
-
-    def test_same_preprocessing_config(self, client_output: Any, model_name: str) -> None:
-        found = client_output["preprocessing"]
-        expected = PREPROCESSING[model_name]
-        assert {key: found[key] for key in expected} == expected
-
-    def test_same_confidences_for_an_image(
-        self, client_output: Any, pushed: Pushed, model_name: str
-    ) -> None:
-        found = np.array(client_output["confidences"])
-        # the preprocessed pixels differ by less than one level, see below
-        np.testing.assert_allclose(found, pushed.confidences[model_name], rtol=0, atol=1e-4)
-
-    def test_same_preprocessed_pixels(
-        self, client_output: Any, pushed: Pushed, model_name: str
-    ) -> None:
-        found_CHW = torch.tensor(client_output["prepared"])
-        std = torch.tensor(PREPROCESSING[model_name]["std"])[:, None, None]
-        bytes_CHW = (found_CHW - pushed.prepared[model_name]) * std * 255
-        # PIL rounds to whole levels after each axis; the pipeline does not round
-        assert bytes_CHW.abs().max() < 1.0
+def test_every_client_gives_the_same_answers(
+    client_output: dict[str, Any], pushed: Pushed, model_name: str
+) -> None:
+    found = torch.tensor(client_output["logits"])
+    torch.testing.assert_close(found, pushed.logits[model_name], rtol=0, atol=TOLERANCE)
+    assert client_output["labels"] == pushed.labels
+    expected = PREPROCESSING[model_name]
+    assert {key: client_output["preprocessing"][key] for key in expected} == expected
+    # PIL rounds to whole levels after each axis; the pipeline does not round
+    std = torch.tensor(expected["std"])[:, None, None]
+    difference_CHW = torch.tensor(client_output["prepared"]) - pushed.prepared[model_name]
+    assert (difference_CHW * std * 255).abs().max() < 1.0
+    confidences = np.array(client_output["confidences"])
+    np.testing.assert_allclose(confidences, pushed.confidences[model_name], rtol=0, atol=1e-4)
 
 
 def test_pushed_models_differ(pushed: Pushed) -> None:

@@ -1,7 +1,7 @@
 """The shipped recipes for ImageNet-21k weights, from timm's name to the push.
 
 The hub is on loopback (`imagenet21k_hub.py`). Each run takes one or two steps of 2 images in a
-forked process, and the weights have two of their twelve blocks. The long run (marker `faults`)
+forked process, and the weights have one of their twelve blocks. The long run (marker `faults`)
 uses all twelve blocks and launches one recipe with the command in its header.
 """
 

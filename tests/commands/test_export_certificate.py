@@ -22,7 +22,7 @@ from refusals import refused
 
 from finetune.commands import export as export_module
 from finetune.commands.export import export_model, format_export
-from finetune.commands.export_certificate import ImageClassifier, certify, vary_sizes
+from finetune.commands.export_certificate import certify, vary_sizes
 from finetune.files import file_sha256
 from finetune.inference import Classifier
 from finetune.models.build import build_model

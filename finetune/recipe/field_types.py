@@ -45,6 +45,7 @@ __all__ = [
     "NumberRange",
     "RegexList",
     "RenameRules",
+    "SearchSpace",
     "SelectionMetric",
     "StringList",
     "TrainTransformSpec",
@@ -249,6 +250,25 @@ def _check_rename_rules(value: Any) -> Any:
     return value
 
 
+def _check_search_values(values: Any) -> Any:
+    """Check a list of values, or a range; `load.parse_recipe` checks that the key accepts them."""
+    if isinstance(values, (list, tuple)) and values:
+        return values
+    keys = set(values) if isinstance(values, dict) else set()
+    log = values.get("log", False) if keys else False
+    if not {"low", "high"} <= keys <= {"low", "high", "log"} or not isinstance(log, bool):
+        raise _expected_error("a list of values, or a range {low: 1e-4, high: 1e-2, log: true}")
+    low, high = parse_number(values["low"]), parse_number(values["high"])
+    problem = ""
+    if low >= high:
+        problem = f"low, {low:g}, is not below high, {high:g}; swap the two, or give a list"
+    elif log and low <= 0:
+        problem = f"log: true needs a low above 0, got {low:g}; raise it, or remove log"
+    if problem:
+        raise _from_recipe_error(problem, "recipe.wrong_value")
+    return {"low": low, "high": high, "log": log}
+
+
 def _read_rename_file(path: str) -> dict[str, Any]:
     try:
         document = recipe_yaml.parse_document(recipe_yaml.read_recipe_text(path), name=path)
@@ -323,6 +343,7 @@ TrainTransformSpec = Annotated[
     NonEmptyString, AfterValidator(partial(_check_transform_spec, train=True))
 ]
 RenameRules = Annotated[dict[str, str] | str, BeforeValidator(_check_rename_rules)]
+SearchSpace = dict[str, Annotated[Any, BeforeValidator(_check_search_values)]]
 EvalTransformSpec = Annotated[
     NonEmptyString, AfterValidator(partial(_check_transform_spec, train=False))
 ]

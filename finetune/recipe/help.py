@@ -109,7 +109,8 @@ def format_keys_help(topic: str = "") -> str:
             section = row["section"]
             kind = section_class(Recipe.model_fields[section])
             purpose = (kind.__doc__ or "").strip() if kind else ""
-            lines += ["", f"{section}: {purpose}"] if lines else [f"{section}: {purpose}"]
+            title = f"{section}: {purpose}" if purpose else section
+            lines += ["", title] if lines else [title]
         default = "required" if row["required"] else f"default {_format_default(row['default'])}"
         lines.append(f"  {row['key']}  ({row['type']}; {default})")
         lines.append(f"      {row['description']}")
@@ -129,6 +130,8 @@ def _iter_keys(section: str, field: FieldInfo) -> Iterator[tuple[str, FieldInfo]
     """Yield (dotted key, field) for a section; the keys of a nested section follow its own key."""
     brackets = "[]" if typing.get_origin(field.annotation) is tuple else ""
     kind = section_class(field)
+    if kind is None and "." not in section:
+        yield section, field
     for key, inner in kind.model_fields.items() if kind else ():
         yield f"{section}{brackets}.{key}", inner
         yield from _iter_keys(f"{section}{brackets}.{key}", inner)

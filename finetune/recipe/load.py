@@ -6,6 +6,8 @@ value and the closest valid key. Environment variables never change a recipe.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ __all__ = [
 ]
 
 
+# Keys that `tune` may vary: all of model, optim and distill, and these, with which all trials have
+# the same validation images.
+_TUNED_DATA_KEYS = {"train", "eval", "batch_size", "sampling"}
+_TUNED_DATA_KEYS |= {"mean", "std", "interpolation", "crop_pct", "decode_size"}
 # the required keys
 MINIMAL_RECIPE = "{model: {name: x}, data: {source: x}, optim: {name: adamw, lr: 1, epochs: 1}}"
 
@@ -73,9 +79,10 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
         )
     for override in overrides:
         apply_override(document, override, Recipe)
+    _check_search_space(document)
     recipe = validate_document(document, Recipe)
     check_source_url(recipe.data.source)  # before anything logs or stores it
-    if holds_secret(recipe.to_yaml()):
+    if holds_secret(f"{recipe.to_yaml()}{recipe.tune}"):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "
             "would publish; remove it from the recipe, revoke it and create a new one (the Hub "
@@ -83,6 +90,34 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
             code="recipe.holds_secret",
         )
     return recipe
+
+
+def _check_search_space(document: recipe_yaml.YamlDocument) -> None:
+    """Add the problems of `tune`: each value is checked as if the key had it."""
+    space = document.data.get("tune")
+    for key, values in space.items() if isinstance(space, dict) else ():
+        location = document.location_of(("tune", key))
+        section, _, name = key.partition(".")
+        if section in ("run", "claims", "tune") or (
+            section == "data" and name in DataSection.model_fields.keys() - _TUNED_DATA_KEYS
+        ):
+            problem = "has to be the same in all trials, so that they can be compared; remove it"
+            document.add_problem(("tune", key), problem, code="recipe.conflict")
+            continue
+        if isinstance(values, dict):
+            ends = (values.get("low"), values.get("high"))
+            values = [end for end in ends if isinstance(end, (int, float)) and math.isfinite(end)]
+        for value in values if isinstance(values, list) else ():
+            probe = recipe_yaml.parse_document(MINIMAL_RECIPE, name=document.name)
+            override = f"{key}={json.dumps(value, ensure_ascii=False)}"
+            apply_override(probe, override, Recipe, location=location)
+            try:
+                validate_document(probe, Recipe)
+            except RecipeError as error:
+                if error.code != "recipe.conflict":
+                    document.problems.append(
+                        recipe_yaml.Problem(location.sort_key, str(error), error.code)
+                    )
 
 
 def _plan_name(path: str) -> str:

@@ -39,6 +39,7 @@ from finetune.recipe.field_types import (
     NumWorkers,
     RegexList,
     RenameRules,
+    SearchSpace,
     SelectionMetric,
     StringList,
     TrainTransformSpec,
@@ -749,6 +750,11 @@ class Recipe(Section):
         None, description="distillation from a teacher; null: none"
     )
     claims: tuple[Claim, ...] = Field((), description="results that a source reports for this run")
+    tune: SearchSpace = Field(
+        {},
+        description="what `finetune tune` varies: {section.key: [values]} or {section.key: {low, "
+        "high, log}}; other commands ignore it",
+    )
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -800,11 +806,11 @@ class Recipe(Section):
         return self.model_copy(update={"data": data})
 
     def to_yaml(self) -> str:
-        """Format the recipe as YAML with every key.
+        """Format the recipe as YAML with every key except `tune`, which is no part of a run.
 
         Loading the YAML gives an equal recipe, except that `data.source` is redacted.
         """
-        excluded = {"distill"} if self.distill is None else None
+        excluded = {"tune"} | ({"distill"} if self.distill is None else set())
         data = self.redacted().model_dump(exclude=excluded)
         data["claims"] = [
             {key: item for key, item in claim.items() if item is not None}

@@ -13,6 +13,7 @@ LOCATION_KEYS = ("data.source", "data.decisions")  # the same data may be in ano
 # Keys that a resumed run may change: they affect hardware use and logging, not the trained weights.
 _NON_TRAINING_KEYS: dict[str, Any] = {
     "claims": True,
+    "tune": True,
     "data": {"micro_batch", "eval_batch_size", "keep", "workers", "unreadable"},
     "run": {
         "log_every",

@@ -62,18 +62,25 @@ def section_classes(recipe_class: type[BaseModel]) -> dict[str, type[BaseModel]]
     }
 
 
-def apply_override(document: YamlDocument, override: str, recipe_class: type[BaseModel]) -> None:
+def apply_override(
+    document: YamlDocument,
+    override: str,
+    recipe_class: type[BaseModel],
+    *,
+    location: SourceLocation | None = None,
+) -> None:
     """Apply one override `section.key=value` to a document; if invalid, add a problem instead.
 
     Args:
         document: the parsed recipe; changed in place.
         override: the override as written on the command line.
         recipe_class: the pydantic model of the recipe.
+        location: where it was written; None for the command line.
     """
     name, equals, text = override.partition("=")
     parts = tuple(part.strip() for part in name.split("."))
     printable = override.encode("utf-8", "backslashreplace").decode()
-    location = SourceLocation(f"override '{printable}'", float("inf"))
+    location = location or SourceLocation(f"override '{printable}'", float("inf"))
 
     def report(problem: str, code: str) -> None:
         document.problems.append(Problem(location.sort_key, f"{location.label}: {problem}", code))

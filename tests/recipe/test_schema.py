@@ -8,6 +8,7 @@ import pytest
 from recipe_texts import BASE_RECIPE, recipe_error, recipe_errors
 
 from finetune.recipe.load import parse_recipe
+from finetune.recipe.training_keys import training_keys
 
 MULTILABEL, LORA, TEACHER = "data.task=multilabel", "model.adapter.kind=lora", "distill.teacher=x"
 # (text in the problem, override, override, …)
@@ -157,3 +158,53 @@ class TestClaims:
     def test_claims_must_be_a_list(self, value: str) -> None:
         line = recipe_error("wrong_value", BASE_RECIPE + f"claims: {value}\n")
         assert line.startswith("r.yaml:6: claims: ")
+
+
+SPACE = """\
+tune:
+  optim.lr: {low: 1.0e-4, high: 1.0e-2, log: true}
+  optim.layer_decay: [null, 0.75]
+  model.adapter: [null, {kind: lora}]
+  data.train: [resize(32), resize(32) | flip]
+"""
+
+
+class TestSearchSpace:
+    def test_it_is_no_part_of_a_run(self) -> None:
+        recipe, plain = parse_recipe(BASE_RECIPE + SPACE), parse_recipe(BASE_RECIPE)
+        assert recipe.tune["optim.lr"] == {"low": 1e-4, "high": 1e-2, "log": True}
+        assert recipe.to_yaml() == plain.to_yaml()
+        assert training_keys(recipe) == training_keys(plain)
+
+    @pytest.mark.parametrize(
+        "code, space, named",
+        [
+            ("unknown_key", "optim.lrr: [1]", "optim.lrr: unknown key; did you mean 'lr'?"),
+            ("unknown_key", "lr: [1]", "'optim.lr=1'"),
+            ("wrong_value", "optim.lr: {low: 1, high: 0.1}", "tune.optim.lr: low, 1"),
+            ("wrong_value", "optim.min_lr: {low: 0, high: 1, log: true}", "a low above 0, got 0"),
+            ("wrong_value", "optim.lr: {low: 1, high: 2, log: 3}", "a range {low"),
+            ("wrong_value", "optim.lr: {low: 1, high: .inf}", "a finite number"),
+            ("wrong_value", "optim.lr: {low: 1, high: x}", "a number"),
+            ("wrong_value", "optim.lr: {lowest: 1, high: 3}", "a range {low"),
+            ("wrong_value", "optim.lr: []", "a list of values"),
+            ("wrong_value", "optim.lr: 3", "a list of values"),
+            ("wrong_value", "optim.layer_decay: {low: 0.5, high: 2}", "of at most 1, got 2"),
+            ("wrong_value", "optim.layer_decay: [0.5, null, 2]", "of at most 1, got 2"),
+            ("wrong_value", "model.adapter.rank: [2.5]", "a whole number, got 2.5"),
+            ("unknown_name", "data.train: [resiz]", "did you mean 'resize'?"),
+            ("conflict", "run.seed: [1, 2]", "tune.run.seed: has to be the same"),
+            ("conflict", "data.source: [a, b]", "tune.data.source: has to be the same"),
+            ("conflict", "data.split_seed: [1, 2]", "tune.data.split_seed: has to be the same"),
+        ],
+    )
+    def test_what_cannot_be_searched(self, code: str, space: str, named: str) -> None:
+        line = recipe_error(code, f"{BASE_RECIPE}tune:\n  {space}\n")
+        assert line.startswith("r.yaml:7: ")
+        assert named in line
+
+    def test_its_problems_are_reported_with_all_others(self) -> None:
+        text = BASE_RECIPE.replace("1e-3", "-1") + "tune: {optim.lr: [-2], run.seed: [1]}\n"
+        assert len(recipe_errors("wrong_value", text)) == 3
+        (line,) = recipe_errors("wrong_value", f"{BASE_RECIPE}tune: [1]\n")
+        assert "a mapping" in line

@@ -19,7 +19,7 @@ from finetune.host_resources import configure_openmp
 __all__ = ["cli", "main"]
 
 SECTIONS = {
-    "Train": (training.train, training.start),
+    "Train": (training.train, training.tune, training.start),
     "Use a model": (
         models.predict,
         models.evaluate,

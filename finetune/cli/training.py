@@ -1,4 +1,4 @@
-"""Commands that train: `train` and `start`."""
+"""Commands that train: `train`, `tune` and `start`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,7 +22,7 @@ from finetune.recipe.paths import check_recipe_or_source, is_data_source, resolv
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-__all__ = ["default_run_name", "start", "train"]
+__all__ = ["default_run_name", "start", "train", "tune"]
 
 _download_option = click.option(
     "--download", is_flag=True, help="Also download and compare weights that are probably better."
@@ -184,17 +184,11 @@ def _train_in_minutes(
     from finetune.recipe.load import parse_overrides
     from finetune.run.directory import resume_command
 
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise RecipeError(
-            f"--minutes {minutes:g}: not a time; give the minutes that the whole command may take, "
-            "such as 20",
-            code="recipe.wrong_value",
-        )
     if source is not None and not is_data_source(source):
         raise RecipeError(
             f"--minutes: {source} is a recipe or a run, whose settings are fixed; give a folder of "
-            "images, and settings that all trials share as KEY=VALUE: finetune train photos/ "
-            f"--minutes {minutes:g} KEY=VALUE",
+            "images, or search over the section `tune` of a recipe: finetune tune RECIPE "
+            f"--minutes {minutes:g}",
             code="recipe.conflict",
         )
     if source is None and not resume:
@@ -208,24 +202,14 @@ def _train_in_minutes(
             "--minutes: a search has no plan to check; omit --dry-run, or --minutes",
             code="recipe.conflict",
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError(
-            "--minutes: only a single process can search for a recipe; run it without the "
-            "launcher, then launch the recipe.yaml that it has found",
-            code="recipe.unsupported",
-        )
-    if parse_overrides(overrides).get("run.patience") is not None:
-        raise RecipeError(
-            "run.patience: a search ends bad runs itself; remove the key, or --minutes",
-            code="recipe.conflict",
-        )
+    _check_search(minutes, patience=parse_overrides(overrides).get("run.patience"))
     if source is not None:
         resolve_data_source(source)
     logger.info(f"searching for the best recipe, output in {run}")
-    from finetune.commands.tune import tune
+    from finetune.commands.tune import tune_source
 
     process_lifecycle.freeze_imports()
-    results = tune(
+    results = tune_source(
         source,
         run,
         minutes=minutes,
@@ -234,8 +218,79 @@ def _train_in_minutes(
         download=download,
         seconds_before=process_lifecycle.seconds_since_start(),
     )
+    return _search_result(results, run)
+
+
+def _check_search(minutes: float | None, *, patience: int | None) -> None:
+    """Raise RecipeError for what no search supports."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise RecipeError(
+            f"--minutes {minutes:g}: not a time; give the minutes that the whole command may take, "
+            "such as 20",
+            code="recipe.wrong_value",
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError(
+            "--minutes: only a single process can search for a recipe; run it without the "
+            "launcher, then launch the recipe.yaml that it has found",
+            code="recipe.unsupported",
+        )
+    if patience is not None:
+        raise RecipeError(
+            "run.patience: a search ends bad runs itself; remove the key, or --minutes",
+            code="recipe.conflict",
+        )
+
+
+def _search_result(results: dict[str, Any], run: Path) -> CommandResult:
     text = f"{format_results(results)}\n{format_next_steps(run)}\ntrials: {run / 'trials.html'}"
     return CommandResult(results, text)
+
+
+@command("tune", example="finetune tune recipes/tune/digits.yaml --minutes 5")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option(
+    "--minutes", type=float, required=True, metavar="N", help="Time for the whole command."
+)
+@click.option("--out", metavar="DIR", help="Run directory. Default: runs/NAME_OF_THE_RECIPE.")
+@click.option("--resume", is_flag=True, help="Continue the search in the run directory.")
+def tune(
+    recipe: str, overrides: tuple[str, ...], minutes: float, out: str | None, resume: bool
+) -> CommandResult:
+    """Search over the section `tune` of RECIPE, and train the best values.
+
+    The section has a list or a range of values for each key, such as optim.lr: {low: 1e-4, high:
+    1e-2, log: true}. KEY=VALUE sets a key of the recipe; it is the same in all trials.
+    """
+    from finetune.recipe.load import load_recipe
+    from finetune.recipe.validate import check_override_conflicts
+
+    check_override_conflicts(overrides)
+    loaded = load_recipe(recipe, overrides)
+    _check_search(minutes, patience=loaded.run.patience)
+    fixed = {each.partition("=")[0].strip() for each in overrides}
+    space = {key: values for key, values in loaded.tune.items() if key not in fixed}
+    if not space:
+        raise RecipeError(
+            f"{recipe}: no keys to vary; list them in a section `tune`, for example "
+            "optim.lr: [1e-4, 1e-3], or use finetune train",
+            code="recipe.missing_key",
+        )
+    run = Path(out) if out else Path("runs") / Path(recipe).stem
+    logger.info(f"searching for the best {', '.join(space)}, output in {run}")
+    from finetune.commands.tune import tune_recipe
+
+    process_lifecycle.freeze_imports()
+    results = tune_recipe(
+        loaded.model_copy(update={"tune": space}),
+        run,
+        minutes=minutes,
+        overrides=overrides,
+        resume=resume,
+        seconds_before=process_lifecycle.seconds_since_start(),
+    )
+    return _search_result(results, run)
 
 
 def default_run_name(source: str) -> str:

@@ -7,7 +7,6 @@ take less memory or time are then measured in the same way, while time is left.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -28,11 +27,17 @@ from finetune.formatting import format_bytes, format_duration, pluralize
 from finetune.log import logger, quiet
 from finetune.models.summary import count_parameters
 from finetune.progress import step_bar
-from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.recipe.load import load_recipe, override_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.peak_memory import PeakMemory, measure_peak_memory
 
-__all__ = ["TOTAL_SECONDS", "TRIAL_SECONDS", "estimate_run", "format_run_estimate"]
+__all__ = [
+    "TOTAL_SECONDS",
+    "TRIAL_SECONDS",
+    "estimate_run",
+    "format_run_estimate",
+    "measure_recipe",
+]
 
 TOTAL_SECONDS = 25.0  # for the recipe and the other settings, without the imports
 TRIAL_SECONDS = 8.0  # for the recipe's own steps; half of it for each other setting
@@ -48,6 +53,7 @@ def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: overrides of the recipe, each `section.key=value`.
     Returns: a dict with a summary of the recipe and the machine, and these keys:
         "parameters": {"total", "trained"}.
+        "split_sizes": number of images by split.
         "measured": {"images" (per micro-batch), "images_per_step", "steps"}.
         "memory": in bytes {"where" ("host" or "device"), "training", "evaluation" (None without
             evaluation), "checkpoint" (a copy in host memory while a checkpoint is written),
@@ -69,7 +75,7 @@ def estimate_run(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
             bar.total = max(bar.total, bar.n + 2)
             bar.update()
 
-        own, changes = _measure_recipe(recipe, on_step, seconds=TRIAL_SECONDS)
+        own, changes = measure_recipe(recipe, on_step, seconds=TRIAL_SECONDS)
         own_seconds = time.perf_counter() - started
         options = []
         for change in changes:
@@ -99,7 +105,7 @@ def _check_single_process(recipe: Recipe) -> None:
         )
 
 
-def _measure_recipe(
+def measure_recipe(
     recipe: Recipe, on_step: Callable[[], object], *, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure a recipe for about `seconds` seconds, not counting its setup.
@@ -125,10 +131,9 @@ def _measure_change(
         runs out.
     """
     try:
-        source = f"data.source={json.dumps(recipe.data.source)}"  # `to_yaml` redacts it
-        changed = parse_recipe(recipe.to_yaml(), overrides=[source, change])
+        changed = override_recipe(recipe, [change])
         with quiet():
-            measured, _ = _measure_recipe(changed, on_step, seconds=seconds)
+            measured, _ = measure_recipe(changed, on_step, seconds=seconds)
     except FinetuneError:
         return None
     except RuntimeError as error:
@@ -200,6 +205,7 @@ class _Trial:
                 "total": count_parameters(parameters),
                 "trained": count_parameters(p for p in parameters if p.requires_grad),
             },
+            "split_sizes": splits,
             "measured": {
                 "images": min(micro_batch, images),
                 "images_per_step": images,

@@ -19,7 +19,16 @@ from finetune.errors import RecipeError
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 
-__all__ = ["PORTFOLIO", "Member", "build_trials"]
+__all__ = [
+    "FINAL_FORWARDS",
+    "FINAL_SECONDS",
+    "PORTFOLIO",
+    "START_SECONDS",
+    "Member",
+    "build_trials",
+    "pause_overrides",
+    "trial_kind",
+]
 
 
 class Member(NamedTuple):
@@ -72,17 +81,12 @@ PORTFOLIO = (
     Member("third-head", "only the classifier, third weights", weights="third", frozen=True),
 )
 
-# Keys of the run itself, not of its trials: the final run has the user's values.
-_TRIAL_OVERRIDES = (
-    *("run.push_to=null", "run.push_private=false", "run.trackers=[]"),
-    "run.keep_checkpoints=1",
-)
 _MIN_EVALUATIONS = 4  # of a run, so that it can pause
 # Cost of a run before anything is measured: in seconds, or in forward passes per image.
-_START_SECONDS = 5.0  # besides computing features
-_FINAL_SECONDS = 8.0  # of results, card and report
+START_SECONDS = 5.0  # besides computing features
+FINAL_SECONDS = 8.0  # of results, card and report
 _TRAIN_FORWARDS = 3.5  # a training step with its transforms
-_FINAL_FORWARDS = 2.0  # the final evaluation also decodes the image
+FINAL_FORWARDS = 2.0  # the final evaluation also decodes the image
 
 
 def build_trials(
@@ -96,7 +100,7 @@ def build_trials(
         max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
     builder, choice = start.builder, start.choice
-    first = builder.build(choice, _TRIAL_OVERRIDES).recipe
+    first = builder.build(choice).recipe
     trials = [_estimate_trial(start, choice, first, "start", str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
     for member in PORTFOLIO if members is None else members:
@@ -144,15 +148,24 @@ def _build_recipe(start: StartResult, member: Member, choice: Choice) -> Recipe:
     overrides = [each for each in changes if each.partition("=")[0] not in builder.asked]
     if changes and not overrides and member.length == 1:
         raise RecipeError(f"{member.name}: the user has set all of it", code="recipe.conflict")
-    overrides += _TRIAL_OVERRIDES
     recipe = builder.build(choice, overrides).recipe
-    epochs = recipe.optim.epochs
-    if epochs is None or epochs >= _MIN_EVALUATIONS or recipe.run.eval_every is not None:
-        return recipe
-    # A run can pause only where it evaluates.
-    num_steps = epochs * builder.stats.num_train / recipe.data.batch_size
-    eval_every = max(1, math.ceil(num_steps / _MIN_EVALUATIONS))
-    return builder.build(choice, [*overrides, f"run.eval_every={eval_every}"]).recipe
+    overrides += pause_overrides(recipe, builder.stats.num_train)
+    return builder.build(choice, overrides).recipe
+
+
+def pause_overrides(recipe: Recipe, num_train: int) -> list[str]:
+    """Return overrides with which a short run evaluates often, because it can pause only there."""
+    epoch_steps = num_train / recipe.data.batch_size
+    num_steps = recipe.optim.steps or (recipe.optim.epochs or 0) * epoch_steps
+    if num_steps >= _MIN_EVALUATIONS * epoch_steps or recipe.run.eval_every is not None:
+        return []
+    return [f"run.eval_every={max(1, math.ceil(num_steps / _MIN_EVALUATIONS))}"]
+
+
+def trial_kind(recipe: Recipe) -> str:
+    """Return "head", "lora" or "full", see `Trial.kind`."""
+    is_head = recipe.model.freeze == "backbone"
+    return "head" if is_head else "lora" if recipe.model.adapter else "full"
 
 
 def _estimate_trial(
@@ -160,13 +173,12 @@ def _estimate_trial(
 ) -> Trial:
     """Return a trial with its estimated cost."""
     forward_seconds, num_val = choice.score.forward_seconds, _num_val(start)
-    seconds = _START_SECONDS + forward_seconds * (start.builder.stats.num_train + num_val)
+    seconds = START_SECONDS + forward_seconds * (start.builder.stats.num_train + num_val)
     if not choice.frozen:
         seconds += max(choice.epochs * _epoch_seconds(start, choice.score), choice.seconds or 0.0)
     num_final = num_val + start.builder.stats.split_sizes.get("test", 0)
-    final_seconds = _FINAL_SECONDS + _FINAL_FORWARDS * forward_seconds * num_final
-    kind = "head" if choice.frozen else "lora" if recipe.model.adapter else "full"
-    return Trial(name, description, kind, recipe.to_yaml(), seconds, final_seconds)
+    final_seconds = FINAL_SECONDS + FINAL_FORWARDS * forward_seconds * num_final
+    return Trial(name, description, trial_kind(recipe), recipe.to_yaml(), seconds, final_seconds)
 
 
 def _epoch_seconds(start: StartResult, score: Score) -> float:

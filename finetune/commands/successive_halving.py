@@ -1,11 +1,11 @@
-"""Asynchronous successive halving: what `finetune train SOURCE --minutes N` trains next.
+"""Asynchronous successive halving: what a search for a recipe trains next.
 
 Every decision is a function of a record, which is also the content of tune.json: what was measured
 of each trial, and the time used. So a search that was killed decides as if it had not been.
 
 A trial is trained to a quarter of its steps and pauses there. It continues to half, and then to its
 end, if it is in the better half of those that came as far. The first trial is the recipe that
-`finetune train SOURCE` trains, and is trained to its end at once.
+`finetune train` trains, and is trained to its end at once.
 
 Sources: Li et al. 2020, "A system for massively parallel hyperparameter tuning" (ASHA); Swersky et
 al. 2014, "Freeze-thaw Bayesian optimization".
@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -122,10 +122,11 @@ class Search:
     metric: str  # that chooses: "top1", or "map" for multi-label data
     num_train: int  # number of training images
     can_resplit: bool  # True if other validation images can be held out
-    trials: list[Trial]  # in the order of the portfolio; repetitions on other splits last
+    trials: list[Trial]  # in the order of their start; repetitions on other splits last
     decisions: list[Decision] = field(default_factory=list)
     used_seconds: float = 0.0  # since the start of the command
     chosen: str = ""  # name of the chosen trial; empty while the search proceeds
+    space: dict[str, Any] = field(default_factory=dict)  # the recipe's section `tune`
 
     def __getitem__(self, name: str) -> Trial:
         return {trial.name: trial for trial in self.trials}[name]
@@ -157,9 +158,9 @@ def decide(search: Search) -> Decision | None:
     1. the first configuration, to its end;
     2. a paused run in the better half of those that came as far;
     3. with few images: the best run and the first one on another validation split;
-    4. the next configuration of the portfolio, if the best paused run can be finished after it;
+    4. the next configuration, if the best paused run can be finished after it;
     5. the best paused run;
-    6. the next configuration of the portfolio, with as many epochs as fit;
+    6. the next configuration, with as many epochs as fit;
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
     for trial in search.candidates:
@@ -200,14 +201,14 @@ def _following_trial(
         reason = "few validation images, so another split decides with them"
         trial = _repetition(search)
     if trial is None:
-        reason = "the next of the portfolio"
+        reason = "the next configuration"
         trial = next((trial for trial in in_time if not trial.curve), None)
     paused = [trial for trial in in_time if trial.curve]
     best = max(paused, key=lambda trial: (trial.rung, trial.curve[-1].value), default=None)
     if best is not None and (trial is None or not _fits(search, best, after=trial)):
         return best, "the best of those that have paused, before the time is over"
     if trial is None:
-        reason = "the next of the portfolio, shortened"
+        reason = "the next configuration, shortened"
         trial = next((t for t in active if not t.curve and _shorten(search, t)), None)
     return trial, reason
 
@@ -354,14 +355,19 @@ def _shorten(search: Search, trial: Trial) -> bool:
     available = search.left_seconds - estimate_final(search, trial) - _MAX_RESUME_SECONDS
     length = available / max(estimate_rest(search, trial) - _MAX_RESUME_SECONDS, 1e-9)
     optim = parse_recipe(trial.recipe, name=trial.name).optim
-    epochs = math.floor((optim.epochs or 0) * length)
-    is_fixed = trial.kind == "head" or trial is search.trials[0]
-    if is_fixed or not optim.epochs or epochs < max(1, _MIN_LENGTH * optim.epochs):
+    whole, unit = (optim.epochs, "epoch") if optim.epochs else (optim.steps or 0, "step")
+    number = math.floor(whole * length)
+    is_fixed = trial.kind == "head" or trial is search.trials[0] or optim.schedule == "step"
+    if is_fixed or number < max(1, _MIN_LENGTH * whole):
         return False
-    length = epochs / optim.epochs
-    changes = [f"optim.epochs={epochs}", f"optim.warmup_steps={round(optim.warmup_steps * length)}"]
+    length = number / whole
+    changes = [f"optim.{unit}s={number}"]
+    if optim.warmup_epochs:
+        changes.append(f"optim.warmup_epochs={optim.warmup_epochs * length:g}")
+    else:
+        changes.append(f"optim.warmup_steps={round(optim.warmup_steps * length)}")
     trial.recipe = parse_recipe(trial.recipe, name=trial.name, overrides=changes).to_yaml()
-    trial.description += f", shortened to {pluralize(epochs, 'epoch')}"
+    trial.description += f", shortened to {pluralize(number, unit)}"
     trial.estimate *= length
     return True
 

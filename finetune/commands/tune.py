@@ -1,8 +1,9 @@
-"""`finetune train SOURCE --minutes N`: the best recipe that can be found in N minutes.
+"""`finetune train SOURCE --minutes N`, `finetune tune RECIPE`: the best recipe in N minutes.
 
-The configurations of `portfolio.py` are ordinary runs in `trials/`, which `successive_halving.py`
-pauses and continues from their exact checkpoints (freeze-thaw). The chosen one becomes the run of
-the folder: it is continued, not retrained, and it alone evaluates the test split.
+The configurations of `portfolio.py` or `search_space.py` are ordinary runs in `trials/`, which
+`successive_halving.py` pauses and continues from their exact checkpoints (freeze-thaw). The chosen
+one becomes the run of the folder: it is continued, not retrained, and it alone evaluates the test
+split.
 
 `tune.json` records every decision before it is carried out, with all measurements that it rests on.
 A search that was killed reads it, and continues in the middle of a run.
@@ -25,7 +26,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from finetune.commands.estimate import TRIAL_SECONDS, measure_recipe
 from finetune.commands.portfolio import build_trials
+from finetune.commands.search_space import draw_trials
 from finetune.commands.start import StartResult, open_new_run, start, write_start_files
 from finetune.commands.successive_halving import (
     RUNG_NAMES,
@@ -37,6 +40,7 @@ from finetune.commands.successive_halving import (
     decide,
     estimate_final,
 )
+from finetune.data.from_recipe import open_full_data
 from finetune.errors import (
     CheckpointError,
     DataError,
@@ -61,16 +65,30 @@ from finetune.run.integrity import load_json, remove_path
 from finetune.run.record import read_record
 from finetune.training.train import train
 
-__all__ = ["Progress", "read_search", "run_search", "train_until", "tune"]
+__all__ = [
+    "Progress",
+    "read_search",
+    "run_search",
+    "train_until",
+    "tune",
+    "tune_recipe",
+    "tune_source",
+]
 
 _SAVE_SECONDS = 1.0  # between two records of the time used
+_MEASURED_SHARE = 0.1  # of the time, to measure the steps of a recipe
+# Keys of the run itself, not of its trials.
+_TRIAL_OVERRIDES = (
+    *("run.push_to=null", "run.push_private=false", "run.trackers=[]"),
+    "run.keep_checkpoints=1",
+)
 _SEARCH = TypeAdapter(Search)
 
 
-# The command --------------------------------------------------------------------------------------
+# The commands -------------------------------------------------------------------------------------
 
 
-def tune(
+def tune_source(
     source: str | None,
     out: Path,
     *,
@@ -95,23 +113,70 @@ def tune(
     Raises: RecipeError if the time is too short, or the search in `out` is another one.
     """
     started = time.perf_counter() - seconds_before
-    if resume and (out / SEARCH_FILE).is_file():
-        search = read_search(out)
-        _check_same_search(search, out, minutes=minutes, overrides=overrides)
-    else:
+    search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides)
+    if search is None:
         assert source is not None, "there is a search to continue"
         assert minutes is not None, "there is a search to continue"
-        if out.exists():
-            with open_new_run(out):  # fail now, not after minutes of trials
-                pass
         created = start(source, overrides=overrides, download=download)
         used = time.perf_counter() - started
         search = _make_search(created, minutes=minutes, overrides=overrides, used_seconds=used)
         write_start_files(created, out)
-    secret = []
-    if source is not None and redact_urls(source) != source:  # not stored
-        secret = [f"data.source={json.dumps(resolve_data_source(source))}"]
-    chosen = run_search(search, out, source_overrides=secret)
+    secret = _secret_override(source and resolve_data_source(source))
+    return tune(search, out, source_overrides=secret)
+
+
+def tune_recipe(
+    recipe: Recipe,
+    out: Path,
+    *,
+    minutes: float,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    seconds_before: float = 0.0,
+) -> dict[str, Any]:
+    """Find the best values of the keys in a recipe's section `tune`, and train them.
+
+    Args:
+        recipe: the recipe, with the overrides.
+
+    The other arguments, the result and the errors are those of `tune_source`.
+    """
+    started = time.perf_counter() - seconds_before
+    search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides, recipe=recipe)
+    if search is None:
+        own_splits = open_full_data(recipe.data, recipe.run.seed).splits.keys()
+        has_val = "val" in own_splits and not recipe.data.merge_val
+        _require_validation(has_val or recipe.data.val_fraction > 0)
+        logger.info("measuring some steps of the recipe")
+        seconds = min(TRIAL_SECONDS, _MEASURED_SHARE * 60 * minutes)
+        with only_warnings():
+            measured, _ = measure_recipe(recipe, lambda: None, seconds=seconds)
+        gc.collect()  # the memory of the network
+        search = Search(
+            redact_urls(recipe.data.source),
+            list(map(redact_urls, overrides)),
+            minutes,
+            "map" if recipe.data.task == "multilabel" else "top1",
+            measured["num_images"],
+            can_resplit=not has_val,
+            trials=draw_trials(recipe, measured),
+            space=recipe.tune,
+        )
+        search.used_seconds = time.perf_counter() - started
+        _check_time(search)
+    return tune(search, out, source_overrides=_secret_override(recipe.data.source))
+
+
+def tune(search: Search, out: Path, *, source_overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Carry out a search, and make the chosen trial the run of a folder.
+
+    Args:
+        search: a new search, or one that was stopped.
+        out: path of the run directory.
+        source_overrides: see `run_search`.
+    Returns: the content of results.json.
+    """
+    chosen = run_search(search, out, source_overrides=source_overrides)
     folder = out / "trials" / chosen.name
     value = format_percent(chosen.curve[-1].value, 1)
     logger.info(
@@ -119,10 +184,7 @@ def tune(
         f"({chosen.description}), {value} on {pluralize(chosen.num_images, 'validation image')}"
     )
     write_search_page(out, asdict(search))
-    own = [each for each in search.overrides if each.startswith("run.")]
-    recipe = parse_recipe(
-        chosen.recipe, name=chosen.name, overrides=["run.keep_checkpoints=2", *secret, *own]
-    )
+    recipe = parse_recipe(chosen.recipe, name=chosen.name, overrides=source_overrides)
     # the run adds the seconds of its steps, which are a part of the search
     trained_seconds = sum(line["seconds"] for line in RunDir(folder).read_metrics()[-1:])
     results = train(
@@ -136,10 +198,32 @@ def tune(
     return results
 
 
-def _check_same_search(
-    search: Search, out: Path, *, minutes: float | None, overrides: Sequence[str]
-) -> None:
-    """Raise RecipeError if the user asks for another search than the one in the folder."""
+def _secret_override(source: str | None) -> list[str]:
+    """Return an override of `data.source` if the recorded one lacks its password or signature."""
+    if source is None or redact_urls(source) == source:
+        return []
+    return [f"data.source={json.dumps(source)}"]
+
+
+def _open_search(
+    out: Path,
+    *,
+    resume: bool,
+    minutes: float | None,
+    overrides: Sequence[str],
+    recipe: Recipe | None = None,
+) -> Search | None:
+    """Return the search to continue; None to start one.
+
+    Raises: RecipeError if the user asks for another search than the one in the folder; SetupError
+        if there is a run, and it shall not be continued.
+    """
+    if not resume or not (out / SEARCH_FILE).is_file():
+        if out.exists():
+            with open_new_run(out):  # fail now, not after minutes of trials
+                pass
+        return None
+    search = read_search(out)
     redacted = list(map(redact_urls, overrides))
     if minutes not in (None, search.minutes):
         difference = f"--minutes {minutes:g}: the search in {out} has {search.minutes:g} minutes"
@@ -148,8 +232,10 @@ def _check_same_search(
             f"{' '.join(redacted)}: the search in {out} was started with "
             f"{' '.join(search.overrides) or 'no overrides'}"
         )
+    elif recipe and (recipe.tune, recipe.to_yaml()) != (search.space, search.trials[0].recipe):
+        difference = f"the recipe or its values have changed: the search in {out} has others"
     else:
-        return
+        return search
     raise RecipeError(
         f"{difference}; continue it: {resume_command(out)}, or search in another --out",
         code="recipe.not_this_run",
@@ -164,11 +250,7 @@ def _make_search(
     Raises: RecipeError if there are no validation images, or the time is too short for a recipe.
     """
     builder = created.builder
-    if not builder.has_validation():
-        raise RecipeError(
-            "--minutes: data.val_fraction=0 leaves no validation images to choose by; remove it",
-            code="recipe.conflict",
-        )
+    _require_validation(builder.has_validation())
     search = Search(
         redact_urls(builder.source.name),
         list(map(redact_urls, overrides)),
@@ -179,17 +261,30 @@ def _make_search(
         trials=build_trials(created, max_seconds=60 * minutes / 2),
         used_seconds=used_seconds,
     )
+    _check_time(search)
+    return search
+
+
+def _require_validation(has_validation: bool) -> None:
+    if not has_validation:
+        raise RecipeError(
+            "--minutes: data.val_fraction=0 leaves no validation images to choose by; remove it",
+            code="recipe.conflict",
+        )
+
+
+def _check_time(search: Search) -> None:
+    """Raise RecipeError if the time is too short for the fastest recipe."""
     fastest = min(search.trials, key=lambda trial: trial.estimate)
     seconds = fastest.estimate + fastest.final_seconds
     if seconds > search.left_seconds:
         raise RecipeError(
-            f"--minutes {minutes:g}: too short for these images here: "
-            f"{format_duration(used_seconds)} are used, and the fastest recipe takes about "
+            f"--minutes {search.minutes:g}: too short for these images here: "
+            f"{format_duration(search.used_seconds)} are used, and the fastest recipe takes about "
             f"{format_duration(seconds)}; give at least --minutes "
-            f"{math.ceil(1.1 * (used_seconds + seconds) / 60)}, or train without --minutes",
+            f"{math.ceil(1.1 * (search.used_seconds + seconds) / 60)}, or train without a search",
             code="recipe.wrong_value",
         )
-    return search
 
 
 def read_search(folder: Path) -> Search:
@@ -382,7 +477,8 @@ class _Session:
             is_late = rest + estimate_final(search, trial) > search.left_seconds
             return is_late and not decision.must_finish
 
-        recipe = parse_recipe(trial.recipe, name=trial.name, overrides=self.source_overrides)
+        overrides = (*self.source_overrides, *_TRIAL_OVERRIDES)
+        recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)
         try:
             with only_warnings(self.warnings):
                 reached = self.train_until(recipe, self._trial_folder(trial), pause)

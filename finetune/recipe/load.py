@@ -37,6 +37,7 @@ __all__ = [
     "RunSection",
     "Section",
     "load_recipe",
+    "override_recipe",
     "parse_overrides",
     "parse_recipe",
 ]
@@ -118,6 +119,18 @@ def _check_search_space(document: recipe_yaml.YamlDocument) -> None:
                     document.problems.append(
                         recipe_yaml.Problem(location.sort_key, str(error), error.code)
                     )
+
+
+def override_recipe(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """Return a recipe with overrides, but without `tune`.
+
+    Raises: RecipeError with one line per problem.
+    """
+    data = recipe.model_dump(mode="json", exclude={"tune"})
+    document = recipe_yaml.YamlDocument("recipe", data)
+    for override in overrides:
+        apply_override(document, override, Recipe)
+    return validate_document(document, Recipe)
 
 
 def _plan_name(path: str) -> str:

@@ -54,6 +54,9 @@ BAD_OPTIONS = {
     "bench: no steps": BadInput("bench r.yaml --steps 0", "usage", "--steps"),
     "train: an option without its value": BadInput("train r.yaml --out", "usage", "--out"),
     "train: a file for --out": BadInput("train r.yaml --out file", "setup.not_writable", "file"),
+    "tune: no --minutes": BadInput("tune r.yaml", "usage", "--minutes"),
+    "tune: no minutes": BadInput("tune r.yaml --minutes 0", "recipe.wrong_value", "--minutes 0"),
+    "tune: no section": BadInput("tune r.yaml --minutes 1", "recipe.missing_key", "`tune`"),
     "average: an alpha of NaN": BadInput(
         "average net --alpha nan --out o", "recipe.wrong_value", "--alpha"
     ),

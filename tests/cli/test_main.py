@@ -59,6 +59,8 @@ def test_a_wrong_command_path_or_key_is_refused_before_torch_is_imported(workspa
         "train nope.yaml": 2,
         "train mine.yaml optim.lrr=1": 2,
         "train embedded:digits optim.lrr=1": 2,
+        "tune nope.yaml --minutes 1": 2,
+        "tune mine.yaml --minutes 1": 2,
         "start embedded:digits optim.lrr=1": 2,
         "eval runs/nope": 4,
         "eval mine.yaml": 2,

@@ -34,6 +34,7 @@ OPTIONS = {
     "demo": ["demo", MODEL, "--export-space"],
     "bench": ["bench", "tiny.yaml", "--profile"],
     "train": ["train", "tiny.yaml", "--out"],
+    "tune": ["tune", "tiny.yaml", "--minutes", "1", "--out"],
 }
 SUFFIXES = {"predict": ".csv", "predict --sheet": ".png"}
 # Path and cause, for a name, a link and a whole path that the system refuses.

@@ -1,7 +1,8 @@
-"""`finetune train SOURCE --minutes N`: decisions, the time, kills, and the chosen run."""
+"""`finetune train SOURCE --minutes N`, `finetune tune`: trials, decisions, time, kills, the run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -12,14 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import Double
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from small_datasets import write_image_folder
 
 from finetune.cli import main as cli
-from finetune.commands import portfolio, tune
+from finetune.commands import portfolio, search_space, tune
 from finetune.commands.portfolio import Member, build_trials
+from finetune.commands.search_space import draw_trials
 from finetune.commands.start import Choice, RecipeBuilder, StartResult
 from finetune.commands.successive_halving import Decision, Point, Search, Trial, choose, decide
 from finetune.commands.tune import Progress, read_search, run_search
@@ -27,6 +30,7 @@ from finetune.commands.weight_selection import Candidate, Score
 from finetune.errors import DivergedError, Interrupted
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 from finetune.training import finalize
@@ -34,6 +38,9 @@ from finetune.training.train import train
 
 RECIPE = tiny_recipe_text("eval: resize", optim="lr: 1e-3, epochs: 10")
 EPOCH = 10  # steps
+
+
+DEFAULTS = dict(run_search.__kwdefaults__)
 
 
 class Killed(BaseException):
@@ -170,6 +177,21 @@ class TestDecisions:
         assert machine.run(search, tmp_path).name == "b"
         assert search["a"].end_reason == f"failed: {error}"
 
+    def test_trials_are_not_pushed(self, tmp_path: Path) -> None:
+        search, pushed = make_search("start a"), []
+        run = "push_to: me/x, trackers: [tensorboard]"
+        text = tiny_recipe_text("eval: resize", optim="lr: 1e-3, epochs: 10", run=run)
+        search.trials[0].recipe = search.trials[1].recipe = text
+        machine = Machine()
+
+        def train_until(recipe: Recipe, *args: Any) -> Progress:
+            pushed.append((recipe.run.push_to, recipe.run.trackers))
+            return machine.train_until(recipe, *args)
+
+        run_search(search, tmp_path, clock=machine.clock, train_until=train_until)
+        assert set(pushed) == {(None, ())}
+        assert parse_recipe(search["a"].recipe).run.push_to == "me/x"  # for the chosen run
+
     def test_the_error_of_the_first_trial_is_raised_if_all_fail(self, tmp_path: Path) -> None:
         error = DivergedError("the loss is not finite; lower optim.lr", code="diverged")
         machine = Machine(fail={"start": error, "a": error})
@@ -225,6 +247,16 @@ class TestTime:
         assert search["a"].description == "trial a, shortened to 6 epochs"
         assert search["a"].is_finished
         assert search["a"].num_steps == 60
+
+    def test_steps_and_the_warmup_are_shortened_too(self, tmp_path: Path) -> None:
+        search = make_search("start a", minutes=3)
+        optim = "lr: 1e-3, steps: 100, warmup_epochs: 2"
+        search["a"].recipe = tiny_recipe_text("eval: resize", optim=optim)
+        Machine(epochs={"a": 6}).run(search, tmp_path)
+        shortened = parse_recipe(search["a"].recipe).optim
+        assert shortened.steps in range(50, 70)
+        assert shortened.warmup_epochs == pytest.approx(2 * shortened.steps / 100)
+        assert f"shortened to {shortened.steps} steps" in search["a"].description
 
     def test_a_first_recipe_that_is_too_long_gives_way_to_shorter_ones(
         self, tmp_path: Path
@@ -376,12 +408,79 @@ class TestPortfolio:
         ]
         recipes = [parse_recipe(each.recipe) for each in made]
         assert {(each.optim.lr, each.data.train) for each in recipes} == {(0.01, "resize")}
-        assert {each.run.push_to for each in recipes} == {None}  # only the chosen run is pushed
 
     def test_long_runs_have_fewer_epochs_but_evaluate_four_times(self, tmp_path: Path) -> None:
         made = build_trials(fake_start(tmp_path), max_seconds=0.6)
         (full,) = (parse_recipe(each.recipe) for each in made if each.name == "full")
         assert (full.optim.epochs, full.run.eval_every) == (2, 3)  # 80 images in batches of 16
+
+
+# Draws from the section `tune` -------------------------------------------------------------------
+
+SPACE = """
+tune:
+  optim.lr: {low: 1.0e-4, high: 1.0e-2, log: true}
+  optim.warmup_steps: {low: 1, high: 9}
+  optim.layer_decay: [null, 0.75, 0.65]
+  data.train: ["resize(16)", "resize(16) | flip"]
+"""
+TIMES = {"evaluated_per_second": 100, "features_seconds": 0.0, "run_seconds": 50.0}
+MEASURED = {"num_images": 640, "split_sizes": {"train": 640, "val": 80, "test": 20}, "time": TIMES}
+
+
+def draw(space: str, optim: str = "lr: 1e-3, epochs: 10", run: str = "seed: 0") -> list[Trial]:
+    return draw_trials(parse_recipe(tiny_recipe_text(optim=optim, run=run) + space), MEASURED)
+
+
+class TestDraws:
+    def test_they_are_within_the_bounds_and_the_same_each_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert search_space._LOG2_DRAWS == 6  # 64 draws, which take a second
+        monkeypatch.setattr(search_space, "_LOG2_DRAWS", 4)
+        made = draw(SPACE)
+        assert draw(SPACE) == made != draw(SPACE, run="seed: 1")
+        assert [each.name for each in made] == ["recipe", *(f"draw-{n:02}" for n in range(1, 17))]
+        first, *others = (parse_recipe(each.recipe) for each in made)
+        assert first == parse_recipe(tiny_recipe_text(optim="lr: 1e-3, epochs: 10", run="seed: 0"))
+        rates = sorted(each.optim.lr for each in others)
+        assert 1e-4 <= rates[0] < 1.4e-4
+        assert rates[7] <= 1e-3 <= rates[8]  # the range is logarithmic
+        assert 0.7e-2 < rates[-1] <= 1e-2
+        assert {each.optim.warmup_steps for each in others} == set(range(1, 10))
+        assert {each.optim.layer_decay for each in others} == {None, 0.75, 0.65}
+        assert {each.data.train for each in others} == {"resize(16)", "resize(16) | flip"}
+        assert len({each.recipe for each in made}) == len(made)
+        changes = [each.partition("=")[0] for each in made[1].description.split(", ")]
+        assert set(changes) <= {"optim.lr", "optim.warmup_steps", "optim.layer_decay", "data.train"}
+
+    def test_invalid_and_repeated_combinations_are_left_out(self) -> None:
+        made = draw("tune: {optim.lr: [1e-3, 1e-2, 1e-1], optim.min_lr: [0, 5e-3]}")
+        assert {each.description for each in made} == {
+            *("the recipe as it is", "optim.lr=0.01", "optim.lr=0.1"),
+            *("optim.lr=0.01, optim.min_lr=0.005", "optim.lr=0.1, optim.min_lr=0.005"),
+        }
+
+    def test_the_cost_is_that_of_the_measured_steps(self) -> None:
+        costs = {each.description: each for each in draw("tune: {optim.epochs: [2, 20]}")}
+        seconds = [costs[name].estimate for name in ("the recipe as it is", "optim.epochs=20")]
+        assert seconds == pytest.approx([55, 105])
+        assert costs["optim.epochs=2"].final_seconds == pytest.approx(10)
+        recipe = parse_recipe(costs["optim.epochs=2"].recipe)
+        assert recipe.run.eval_every == 5  # 20 steps: it can pause only where it evaluates
+
+    def test_kills_give_the_same_choice(self, tmp_path: Path) -> None:
+        accuracies = {"recipe": 0.6, "draw-02": 0.75, "draw-05": 0.7}
+        whole = Search("photos", [], 9, "top1", 5000, False, draw(SPACE)[:6])
+        assert Machine(accuracies).run(whole, tmp_path / "whole").name == "draw-02"
+        search, kills = Search("photos", [], 9, "top1", 5000, False, draw(SPACE)[:6]), 0
+        while not search.chosen:
+            with contextlib.suppress(Killed):
+                Machine(accuracies, kill_at=61.0).run(search, tmp_path / "killed")
+            kills, search = kills + 1, read_search(tmp_path / "killed")
+        assert kills > 5
+        assert search.chosen == "draw-02"
+        assert plan(search) == plan(whole)
 
 
 # Real runs ----------------------------------------------------------------------------------------
@@ -448,9 +547,9 @@ class TestRuns:
         assert cli.main([*arguments, "--resume"]) == 0
         assert evaluated.count(NUM_TEST) == 2  # only by the run alone
         with refused("recipe.not_this_run", "--minutes 20", "30 minutes"):
-            tune.tune(str(photos), out, minutes=20, resume=True)
+            tune.tune_source(str(photos), out, minutes=20, resume=True)
         with refused("recipe.not_this_run", "optim.lr=1"):
-            tune.tune(str(photos), out, minutes=30, resume=True, overrides=["optim.lr=1"])
+            tune.tune_source(str(photos), out, minutes=30, resume=True, overrides=["optim.lr=1"])
 
     def test_a_paused_run_is_not_evaluated_on_the_test_split(
         self, photos: Path, tmp_path: Path
@@ -474,6 +573,96 @@ def load_recipe_for(photos: Path) -> Recipe:
         run="precision: fp32, eval_every: 2, best: last",
     )
     return parse_recipe(text)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of a tiny network with a section `tune` of two other configurations."""
+    monkeypatch.setattr(tune, "TRIAL_SECONDS", 0.1)
+    path = tmp_path / "digits.yaml"
+    data = "eval: resize, batch_size: 32, num_train: 120, num_test: 30, val_fraction: 0.2"
+    optim, run = "lr: 1e-3, steps: 6", "precision: fp32, eval_every: 3"
+    space = "tune: {optim.lr: [1e-3, 3e-3], optim.momentum: [0.9], data.batch_size: [32, 16]}\n"
+    path.write_text(tiny_recipe_text(data, optim=optim, run=run) + space)
+    return path
+
+
+@pytest.mark.usefixtures("no_plots")
+class TestTuneRecipe:
+    def test_a_search_that_was_killed_ends_with_the_run_of_its_choice(
+        self, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out, train_until = tmp_path / "run", tune.train_until
+        arguments = ["tune", str(tuned), "--out", str(out), "--minutes", "30"]
+
+        def kill(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool]) -> Progress:
+            if folder.name == "draw-02":
+                raise Killed
+            return train_until(recipe, folder, pause)
+
+        monkeypatch.setattr(tune.run_search, "__kwdefaults__", {**DEFAULTS, "train_until": kill})
+        with pytest.raises(Killed):
+            cli.main(arguments)
+        monkeypatch.setattr(tune.run_search, "__kwdefaults__", DEFAULTS)
+        assert cli.main([*arguments, "--resume"]) == 0
+        search = read_search(out)
+        assert [each.name for each in search.trials if not each.repeats] == [
+            *("recipe", "draw-01", "draw-02", "draw-03"),
+        ]
+        assert [each.until for each in search.decisions if each.trial == "recipe"] == [1.0]
+        assert all(trial.is_finished or trial.end_reason for trial in search.trials)
+        chosen, run_recipe = search[search.chosen], load_recipe(out / "recipe.yaml")
+        assert training_keys(run_recipe) == training_keys(parse_recipe(chosen.recipe))
+        results = json.loads((out / "results.json").read_text())
+        assert results["test"]["examples"] == 30
+        assert "optim.lr" in (out / "trials.html").read_text(encoding="utf-8")
+
+        # `finetune train` ignores the section: the same run as the first trial
+        assert cli.main(["train", str(tuned), "--out", str(tmp_path / "alone")]) == 0
+        (*_, last) = RunDir(tmp_path / "alone").read_metrics()
+        assert search["recipe"].curve[-1].loss == pytest.approx(last["loss"], abs=1e-6)
+        assert "tune" not in (tmp_path / "alone" / "recipe.yaml").read_text()
+
+        with refused("recipe.not_this_run", "--minutes 20", "30 minutes"):
+            tune.tune_recipe(load_recipe(tuned), out, minutes=20, resume=True)
+        with refused("recipe.not_this_run", "the recipe"):
+            recipe = load_recipe(tuned, ["optim.weight_decay=0.1"])
+            tune.tune_recipe(recipe, out, minutes=30, resume=True)
+
+    @pytest.mark.parametrize(
+        "arguments, named",
+        [
+            (["optim.lr=1e-3", "data.batch_size=32", "optim.momentum=0.9"], "section `tune`"),
+            (["--minutes", "0"], "--minutes 0"),
+            (["--minutes", "0.001"], "give at least --minutes"),
+            (["run.patience=2"], "run.patience"),
+            (["data.val_fraction=0"], "data.val_fraction"),
+        ],
+    )
+    def test_what_cannot_be_searched(
+        self,
+        tuned: Path,
+        tmp_path: Path,
+        arguments: list[str],
+        named: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        out = tmp_path / "out"
+        command = ["tune", "--minutes", "20", str(tuned), "--out", str(out)]
+        assert cli.main([*command, *arguments]) == 2
+        assert named in capsys.readouterr().err
+        assert not out.exists()
+
+    def test_what_is_given_does_not_vary(
+        self, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        searched = Double({"val": {}})
+        monkeypatch.setattr(tune, "tune_recipe", searched)
+        assert cli.main(["tune", str(tuned), "--minutes", "5", "optim.lr=0.1", "--json"]) == 0
+        ((recipe, out), options) = searched.calls[0]
+        assert (out, options["minutes"], options["resume"]) == (Path("runs/digits"), 5, False)
+        assert recipe.optim.lr == 0.1
+        assert set(recipe.tune) == {"optim.momentum", "data.batch_size"}
 
 
 class TestMessages:

@@ -121,7 +121,8 @@ class TestShippedRecipes:
     @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
     def test_each_round_trips_and_starts_with_its_command(self, path: Path) -> None:
         recipe = load_recipe(path)
-        assert parse_recipe(recipe.to_yaml()) == recipe
+        run_recipe = recipe.model_copy(update={"tune": {}})
+        assert parse_recipe(recipe.to_yaml()) == run_recipe
         lines = path.read_text(encoding="utf-8").splitlines()
         name = path.relative_to(RECIPES.parent)
         assert lines[0] == f"# accelerate launch -m finetune train {name}"

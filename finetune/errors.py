@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import difflib
 import errno
 import os
@@ -32,7 +34,8 @@ __all__ = [
 ]
 
 _SECRET_VARIABLE = re.compile(
-    r"(?i)(TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY)(?!.*(PATH|FILE|DIR)$)"
+    r"(?i)(TOKEN|SECRET|PASSW|PASS(PHRASE)?$|_PAT$|(API|ACCESS|ACCOUNT|STORAGE)_?KEY)"
+    r"(?!.*(PATH|FILE|DIR)$)"
 )
 # tokens and keys that have a known form
 _TOKEN = re.compile(
@@ -46,14 +49,15 @@ _URL_USER_INFO = re.compile(
 )
 # the query, or parameters after ; or #, without punctuation of the sentence around the URL
 _URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*?)(?:\?|[;#](?=[\w.-]*=))[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
-# the password in a mistyped URL, such as http:/me:word@host or hub:me:word@name
+# the password in a mistyped URL, such as http:/me:word@host, http//me:word@host, hub:me:word@name
 _MISTYPED_USER_INFO = re.compile(
-    r"(?<=\w[:=])[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)"
+    r"(?:(?<=\w[:;=])|(?<=\w//))[/\\]*[^/\\\s:@\"'<>]+:(?!\*\*\*@)[^/\\\s@\"'<>]+(?=@)"
 )
 # the value of an option, variable or parameter that is named like a secret, such as run.token=, but
 # not a placeholder or an expression that reads it
 _SECRET_OPTION = re.compile(
-    r"(?i)(\b[\w.-]*(?:token|secret|passw|api_?key|access_?key)[\w.-]*=|[?&;]sig(?:nature)?=)"
+    r"(?i)(\b[\w.-]*(?:token|secret|passw|(?:api|access|account)_?key)[\w.-]*="
+    r"|[?&;]sig(?:nature)?=|\bbearer +)"
     r"(?!\*\*\*|<[\w -]+>|\{+ *[\w.]+ *\}|(?-i:\$\{?[A-Z_]+\b)|os\.(?:environ|getenv)\b"
     r"|get_token\()"
     r"[^\s'\"]{7,}[^\s'\":;,.)\]}]"
@@ -223,10 +227,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def redact_secrets(text: str) -> str:
     """Replace tokens and passwords in a text with ***, before it is printed or saved.
 
-    Secrets are: the values of environment variables whose name contains TOKEN, SECRET, PASSW,
-    API_KEY or ACCESS_KEY (unless it ends in PATH, FILE or DIR); the saved Hub login token; tokens
-    of the Hub and other services, and private keys, by their form; NAME=value with such a name; the
-    user and password of a mistyped URL; and what `redact_urls` replaces.
+    Secrets are: the values of environment variables with the name of a secret, see SECURITY.md; the
+    saved logins of the Hub; tokens of the Hub and other services, and private keys, by their form;
+    NAME=value with such a name; a bearer token; the user and password of a mistyped URL; and what
+    `redact_urls` replaces.
 
     Args:
         text: a message, a traceback or a command-line argument.
@@ -283,4 +287,8 @@ def _known_secrets() -> set[str]:
             found.add(file.read(1000).strip())
     except (OSError, ValueError):  # no saved login
         pass
+    logins = configparser.RawConfigParser()  # of `hf auth login` with several tokens
+    with contextlib.suppress(configparser.Error, ValueError):
+        logins.read(Path(home).expanduser() / "stored_tokens", encoding="utf-8")
+    found |= {token.strip() for login in logins.values() for token in login.values()}
     return {secret for secret in found if len(secret) >= _MIN_SECRET_LENGTH}

@@ -58,6 +58,10 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "token").write_text("the-token-of-the-login\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "stored_tokens").write_text("[work]\nhf_token = the-token-of-another-login\n")
+    monkeypatch.setenv("GITHUB_PAT", "the-token-of-git")
+    assert errors.redact_secrets("the-token-of-another-login the-token-of-git") == "*** ***"
     redacted = errors.redact_secrets(
         "a-secret-of-the-environment https://me:word@host/x the-token-of-the-login false "
         "hf_abcdefghijklmnopqrstuvwxyz 'https://me:p@ss@host/x.tar?a=b&sig=c,d==': gone; is it /x?"
@@ -102,6 +106,10 @@ def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) ->
         "s3://AKIA:wJalr/K7M/bPx@bucket/x",
         "hub:me:hunter2hunter2@owner/name",
         "note: token=hunter2hunter2",
+        "tar:https;//me:hunter2hunter2@host/x.tar",
+        "tar:htps//me:hunter2hunter2@host/x.tar",
+        "DefaultEndpointsProtocol=https;AccountKey=hunter2hunter2==",
+        "tar:pipe:curl -H Authorization: Bearer hunter2hunter2 https://host/x.tar",
         "https://host/x.tar&sig=hunter2hunter2",
         "AKIAABCDEFGHIJKLMNOP",
         "-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----",

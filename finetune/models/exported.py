@@ -274,18 +274,18 @@ def _open_export(path: Path, name: str) -> BuiltModel:
     )
 
 
-def read_export_record(path: Path, model: Path) -> dict[str, Any] | None:
+def read_export_record(path: Path, model: Path) -> dict[str, Any]:
     """Read the JSON file next to an exported file: certificate.json, or NAME.onnx.json.
 
     Args:
         path: the JSON file.
         model: the exported file.
-    Returns: its content; None for the certificate of a file with another name.
+    Returns: its content.
     Raises: WeightsError if it is damaged or was changed, or `model` is not the exported file.
     """
     content = read_untrusted_json(path, str(path))
-    is_certificate = path.name == CERTIFICATE
-    record = validate_config(_Certificate if is_certificate else _Record, content, str(path))
+    schema = _Certificate if path.name == CERTIFICATE else _Record
+    record = validate_config(schema, content, str(path))
     if json_sha256({k: v for k, v in content.items() if k != "checksum"}) != record.checksum:
         raise WeightsError(
             f"{path}: was changed after the export (its checksum differs); restore it from a copy, "
@@ -293,8 +293,6 @@ def read_export_record(path: Path, model: Path) -> dict[str, Any] | None:
             code="weights.damaged",
         )
     expected = record.export.sha256
-    if is_certificate and model.name not in expected:
-        return None
     files = [file for file in (model, model.with_name(f"{model.name}.data")) if file.is_file()]
     if not {file_sha256(file) for file in files} <= {*expected.values()}:
         raise WeightsError(
@@ -328,4 +326,4 @@ def _read_description(session: Any, path: Path, name: str) -> dict[str, Any]:
             "does not exist; export a model first",
             code="weights.wrong_format",
         )
-    return read_export_record(record, path) or {}
+    return read_export_record(record, path)

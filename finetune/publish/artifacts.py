@@ -136,7 +136,7 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
         return None
     model, path = (folder / name for name in EXPORT_FILES)
     content = read_export_record(path, model)
-    if content is None or content["source"]["sha256"] != file_sha256(folder / MODEL_FILES[1]):
+    if content["source"]["sha256"] != file_sha256(folder / MODEL_FILES[1]):
         raise WeightsError(
             f"{path}: does not describe {model.name} and {MODEL_FILES[1]} next to it; export "
             "again, or remove both",

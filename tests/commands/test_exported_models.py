@@ -234,6 +234,9 @@ def test_file_that_was_changed_after_its_export_is_refused(
     onnx.save(model, folder / "model.onnx")
     with refused("weights.damaged", folder / "model.onnx", "certificate.json"):
         Classifier.load(folder / "model.onnx")
+    renamed = (folder / "model.onnx").rename(folder / "renamed.onnx")
+    with refused("weights.damaged", renamed, "certificate.json"):
+        Classifier.load(renamed)
 
 
 @pytest.mark.parametrize("key", ["classes", "temperature", "checksum"])

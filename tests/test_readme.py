@@ -36,6 +36,8 @@ ELSEWHERE = {
     "ACCELERATE_USE_CPU=true": "two processes: tests/faults/test_signals.py",
     "finetune info recipes/quickstart.yaml --plan": "tests/commands/test_estimate.py",
     "finetune train photos/ --minutes": "takes minutes: tests/commands/test_tune.py",
+    "finetune tune": "the same file",
+    "finetune train runs/digits --resume": "the same file",
     "finetune train runs/photos --resume": "the same file",
     "finetune demo": "serves until it is stopped: tests/demo",
     "finetune train runs/short --resume": "tests/training/test_train.py",

@@ -258,7 +258,7 @@ def _search_result(results: dict[str, Any], run: Path) -> CommandResult:
 def tune(
     recipe: str, overrides: tuple[str, ...], minutes: float, out: str | None, resume: bool
 ) -> CommandResult:
-    """Search over the section `tune` of RECIPE, and train the best values.
+    """Search over the section `tune` of RECIPE, and train the best.
 
     The section has a list or a range of values for each key, such as optim.lr: {low: 1e-4, high:
     1e-2, log: true}. KEY=VALUE sets a key of the recipe; it is the same in all trials.

@@ -45,7 +45,7 @@ from finetune.doctor.label_errors import (
     out_of_fold_probabilities,
 )
 from finetune.doctor.near_duplicates import find_near_duplicates, merge_groups
-from finetune.doctor.outliers import find_feature_outliers, find_pixel_problems
+from finetune.doctor.outliers import Outlier, find_feature_outliers, find_pixel_problems
 from finetune.doctor.review_page import write_review_page
 from finetune.errors import DataError, RecipeError, redact_urls
 from finetune.files import make_writable_folder, write_atomically
@@ -148,7 +148,7 @@ def diagnose(
     outliers = {each.row: each for each in unusual}
     for each in find_feature_outliers(neighbors, labels):
         row = int(rows[each.row])
-        outliers.setdefault(row, each._replace(row=row))
+        outliers.setdefault(row, Outlier(row, each.reason, each.score))
     leaks = [each for each in same if spans_splits(each)]
     duplicates = [each for each in same if not spans_splits(each)]
     is_labeled_KN = labels_N.T if multilabel else labels_N == np.arange(len(class_names))[:, None]

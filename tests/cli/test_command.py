@@ -91,7 +91,7 @@ class TestHelp:
 
     def test_every_command_takes_json_and_debug(self) -> None:
         commands: dict[str, Any] = {**cli.commands, **dict(leaf_commands())}
-        assert len(commands) == 24
+        assert len(commands) == 25
         for name, command in commands.items():
             options = {text for parameter in command.params for text in parameter.opts}
             assert "--debug" in options, name

@@ -266,7 +266,9 @@ def test_missing_onnxruntime_is_named(
         Classifier.load(file)
 
 
-def test_rounded_probabilities_give_finite_metrics(exports: Callable[..., Path]) -> None:
+def test_rounded_probabilities_give_finite_metrics(
+    exports: Callable[..., Path], tmp_path: Path
+) -> None:
     """Extreme logits, so that float32 probabilities are 0 and 1."""
     model = onnx.load(exports("multiclass"))
     [entry] = [entry for entry in model.metadata_props if entry.key == "classes"]
@@ -276,7 +278,7 @@ def test_rounded_probabilities_give_finite_metrics(exports: Callable[..., Path])
     scaled = onnx.helper.make_node("Mul", [softmax.input[0], "scale"], ["scaled"])
     softmax.input[0] = "scaled"
     model.graph.node.insert(len(model.graph.node) - 1, scaled)
-    file = exports("multiclass").with_name("scaled.onnx")
+    file = tmp_path / "scaled.onnx"
     onnx.save(model, file)
     evaluated = evaluate_model(str(file), data=DIGITS)
     assert 1 < evaluated["calibrated"]["loss"] < 90

@@ -364,10 +364,12 @@ class RecipeBuilder:
         """True if the recipe has a validation split."""
         return "val" in self.source.splits or self.asked.get("data.val_fraction") != 0
 
-    def sizes_of(self, candidate: Candidate) -> list[int]:
-        """Return the image sizes to try for weights; none if the user gave one."""
-        if "model.image_size" in self.asked or not isinstance(candidate.image_size, int):
-            return []
+    def sizes_of(self, candidate: Candidate) -> Sequence[int | tuple[int, int]]:
+        """Return the image sizes to try for weights: the one that the user gave, if any."""
+        if asked := self.asked.get("model.image_size"):
+            return [asked if isinstance(asked, int) else tuple(asked)]
+        if not isinstance(candidate.image_size, int):
+            return [candidate.image_size]
         return image_sizes(candidate.image_size, self.stats.median_side)
 
     def scoring_recipe(self, candidate: Candidate) -> Recipe:

@@ -199,7 +199,7 @@ def score_candidates(
     candidates: Sequence[Candidate],
     build_recipe: Callable[[Candidate], Recipe],
     *,
-    sizes: Callable[[Candidate], list[int]],
+    sizes: Callable[[Candidate], Sequence[int | tuple[int, int]]],
 ) -> list[Score]:
     """Measure how well a linear classifier on each candidate's frozen features does.
 

@@ -400,6 +400,16 @@ class TestOverrides:
                 getattr(result.recipe, section), name
             )
 
+    @pytest.mark.parametrize("size", [24, [32, 48]])
+    def test_weights_compete_at_the_given_image_size(
+        self, size: Any, source: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(start_module, "list_candidates", lambda device: [NANO])
+        result = start(source, overrides=[f"model.image_size={size}"])
+        expected = size if isinstance(size, int) else tuple(size)
+        assert result.recipe.model.image_size == expected
+        assert result.choice.score.candidate.image_size == expected
+
     @pytest.mark.parametrize(
         "override, code",
         [

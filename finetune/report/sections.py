@@ -367,6 +367,8 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
         ("Commit", record.get("commit")),
         ("Network", run.plan.get("architecture")),
     ]
+    if branch := record.get("branched_from"):
+        rows.append(("Branched from", f"run {branch['run']}, step {branch['step']}"))
     rows.append(("Weights", weights.get("source")))
     names = {"revision": "revision", "file": "file", "license": "license", "sha256": "sha256"}
     rows += [(f"Weights {name}", weights.get(key)) for key, name in names.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,4 +122,10 @@ class TestDataAndProvenance:
     def test_provenance_omits_unknown_values(self, finished_run: Run) -> None:
         rows = dict(provenance_rows(finished_run))
         assert "Weights license" not in rows
+        assert "Branched from" not in rows
         assert "None" not in "".join(rows.values())
+
+    def test_provenance_names_the_run_that_it_branched_from(self, finished_run: Run) -> None:
+        record = {**finished_run.record, "branched_from": {"run": "0a1b", "step": 16}}
+        rows = dict(provenance_rows(replace(finished_run, record=record)))
+        assert rows["Branched from"] == "run 0a1b, step 16"

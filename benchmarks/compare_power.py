@@ -17,13 +17,18 @@ import statistics
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.commands.compare import compare_models
+from finetune.data.decode import hwc_to_chw
+from finetune.data.from_recipe import open_full_data
+from finetune.data.source import Split
 from finetune.evaluation.confidence_intervals import wilson_interval
 from finetune.evaluation.paired import compare_correct, quartile_slices, rank_slices
 from finetune.formatting import format_percent, format_percent_range
+from finetune.inference import Classifier
+from finetune.run.record import load_run_recipe
 
 ACCURACY = 0.9
 ALPHA = 0.05
+BATCH_SIZE = 100
 
 
 def simulate(
@@ -91,15 +96,26 @@ def ranked_first(
 
 
 def compare_seeds(runs: list[str]) -> None:
-    """Compare each pair of runs, and print how many pairs are found different."""
-    pairs = list(itertools.combinations(runs, 2))
-    results = [compare_models(first, second)[0] for first, second in pairs]
-    images = results[0]["images"]
-    flips = [row["top1"]["fixed"] + row["top1"]["broken"] for row in results]
-    count = sum(row["top1"]["p_value"] < ALPHA for row in results)
-    print_row(
-        "two seeds, found by mid-p", images, statistics.mean(flips) / images, count, len(pairs)
-    )
+    """Compare each pair of runs on the test images, and print how many are found different."""
+    recipe = load_run_recipe(runs[0])
+    assert recipe is not None
+    test = open_full_data(recipe.data, recipe.run.seed).splits["test"]
+    correct = [find_correct(run, test) for run in runs]
+    rows = [compare_correct(*pair) for pair in itertools.combinations(correct, 2)]
+    flips = statistics.mean(row["fixed"] + row["broken"] for row in rows) / len(test)
+    count = sum(row["p_value"] < ALPHA for row in rows)
+    print_row("two seeds, found by mid-p", len(test), flips, count, len(rows))
+
+
+def find_correct(run: str, test: Split) -> NDArray[np.bool_]:
+    """Return whether a run's answers to the test images are right, (N,)."""
+    classifier = Classifier.load(run)
+    predicted: list[int] = []
+    for first in range(0, len(test), BATCH_SIZE):
+        indices = range(first, min(first + BATCH_SIZE, len(test)))
+        batch = [hwc_to_chw(test.decode(index)) for index in indices]
+        predicted += classifier.logits(classifier.pipeline(batch)).argmax(1).tolist()
+    return np.array(predicted) == test.labels
 
 
 def print_row(name: str, images: int, disagreement: float, count: int, repeats: int) -> None:

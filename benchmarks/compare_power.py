@@ -105,6 +105,21 @@ def compare_seeds(runs: list[str]) -> None:
     flips = statistics.mean(row["fixed"] + row["broken"] for row in rows) / len(test)
     count = sum(row["p_value"] < ALPHA for row in rows)
     print_row("two seeds, found by mid-p", len(test), flips, count, len(rows))
+    points = 100 * accuracy_deviation(np.stack(correct))
+    print(f"standard deviation of the accuracy over seeds, without sampling: {points:.2f} points")
+
+
+def accuracy_deviation(correct_RN: NDArray[np.bool_], repeats: int = 200) -> float:
+    """Estimate how much the runs differ, without the randomness of the images.
+
+    It is the covariance of the accuracies on two halves of the images, averaged over many halvings.
+    """
+    rng, num_images = np.random.default_rng(0), correct_RN.shape[1]
+    covariances = []
+    for _ in range(repeats):
+        halves = np.array_split(rng.permutation(num_images), 2)
+        covariances.append(np.cov(*(correct_RN[:, half].mean(1) for half in halves))[0, 1])
+    return float(np.sqrt(max(0.0, np.mean(covariances))))
 
 
 def find_correct(run: str, test: Split) -> NDArray[np.bool_]:

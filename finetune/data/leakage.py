@@ -1,19 +1,21 @@
 """Leakage: images, or images of their groups, that are in more than one split."""
 
-# N images
+# N images, C copies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from finetune.data.pixel_store import PixelStore
 from finetune.data.recorded_digests import DIGEST_BYTES
 from finetune.data.source import Source, Split
 from finetune.formatting import pluralize
 
-__all__ = ["find_leakage", "is_in_splits"]
+__all__ = ["find_equal_pixels", "find_leakage", "is_in_splits"]
 
 # (split that is learned from or chosen by, split that is evaluated, effect on its metrics)
 _PAIRS = (
@@ -46,6 +48,42 @@ def is_in_splits(split: Split, others: Sequence[Split]) -> NDArray[np.bool_]:
     return split.digests.any(axis=1) & np.isin(values_N, np.concatenate([values_N[:0], *known]))
 
 
+def find_equal_pixels(stores: Mapping[str, PixelStore]) -> list[str]:
+    """Return a warning for each pair of splits that share pixels in files of other bytes.
+
+    Args:
+        stores: the stores of splits, by name. One that decodes on demand, or whose split has
+            features instead of pixels, is left out.
+    """
+    found = []
+    for first, second, effect in _PAIRS:
+        known, store = stores.get(first), stores.get(second)
+        if known is None or store is None or known.checksums is None or store.checksums is None:
+            continue
+        copies_C = np.flatnonzero(np.isin(store.checksums, known.checksums))
+        order = np.argsort(known.checksums, kind="stable")
+        places_C = np.searchsorted(known.checksums, store.checksums[copies_C], sorter=order)
+        originals_C = order[places_C]
+        is_equal_C = [
+            torch.equal(store.read_image(int(copy)), known.read_image(int(original)))
+            for copy, original in zip(copies_C, originals_C, strict=True)
+        ]
+        copies_C, originals_C = copies_C[is_equal_C], originals_C[is_equal_C]
+        has_other_bytes_C = ~is_in_splits(store.split.subset(copies_C), [known.split])
+        if has_other_bytes_C.any():
+            found.append(
+                _describe_copies(
+                    known.split,
+                    store.split,
+                    copies_C[has_other_bytes_C],
+                    originals_C[has_other_bytes_C][0],
+                    kind="have the same pixels as",
+                    effect=effect,
+                )
+            )
+    return found
+
+
 def _find_copies(known: Split, split: Split, effect: str) -> str | None:
     """Return a warning if images of `split` are also in `known`."""
     if split.is_streamed or known.is_streamed:
@@ -54,9 +92,22 @@ def _find_copies(known: Split, split: Split, effect: str) -> str | None:
     if not len(copies):
         return None
     original = np.flatnonzero((known.digests == split.digests[copies[0]]).all(axis=1))[0]
+    return _describe_copies(known, split, copies, original, kind="are copies of", effect=effect)
+
+
+def _describe_copies(
+    known: Split,
+    split: Split,
+    copies_C: NDArray[np.int64],
+    original: int,
+    *,
+    kind: str,
+    effect: str,
+) -> str:
+    """Return a warning about images of `split`, the first of which is `original` in `known`."""
     return (
-        f"split '{split.name}': {len(copies)} of {pluralize(len(split), 'image')} are copies of "
-        f"{known.name} images (for example '{split.name_of(copies[0])}' of "
+        f"split '{split.name}': {len(copies_C)} of {pluralize(len(split), 'image')} {kind} "
+        f"{known.name} images (for example '{split.name_of(copies_C[0])}' of "
         f"'{known.name_of(original)}'), {effect}; remove the copies"
     )
 

@@ -171,6 +171,11 @@ class DecodedImages(Sequence[Tensor]):
         return torch.from_numpy(image).permute(2, 0, 1)
 
     @property
+    def checksums(self) -> NDArray[np.uint32]:
+        """crc32 of the pixels of each image, (M,)."""
+        return self._checksums[self._positions]
+
+    @property
     def pixel_bytes(self) -> int:
         """Size of the pixels of all images, in bytes."""
         return int(3 * self._sizes[self._positions].prod(axis=1).sum())

@@ -71,6 +71,7 @@ class PixelStore:
             memory; or None if images are decoded on demand. Read-only.
         device: device of the batches.
         common_size: (H, W) of images decoded on demand, from a sample; None if sizes differ.
+        checksums: (N,) uint32, crc32 of the pixels of each image; None if decoded on demand.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class PixelStore:
         bytes_per_image: int = 2**20,
         device: torch.device | None = None,
         common_size: tuple[int, int] | None = None,
+        checksums: NDArray[np.uint32] | None = None,
     ) -> None:
         self.split = split
         self.images = images
+        self.checksums = checksums
         self.device = device or (images.device if images is not None else torch.device("cpu"))
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
@@ -94,6 +97,13 @@ class PixelStore:
         self.prefetcher = build_prefetcher(
             split, num_workers=num_workers, timeout_seconds=timeout_seconds
         )
+
+    def read_image(self, index: int) -> Tensor:
+        """Return one image that was decoded before, (H, W, C) in host memory."""
+        assert self.images is not None
+        if isinstance(self.images, Tensor):
+            return self.images[index].cpu()
+        return self.images[index].permute(1, 2, 0)
 
     def read_batches(
         self, batches: Iterable[NDArray[np.int64]]
@@ -237,7 +247,8 @@ def build_pixel_store(
         logger.info(f"{label} do not fit in memory; they are read from {folder} on demand")
     images, indices = decoded
     split = split.subset(indices) if len(indices) < len(split) else split
-    return PixelStore(split, _move_to_device(images, keep, device), device=device)
+    kept = _move_to_device(images, keep, device)
+    return PixelStore(split, kept, device=device, checksums=images.checksums)
 
 
 def _on_demand_store(

@@ -12,6 +12,7 @@ import torch
 
 from finetune.data.decisions import split_decisions
 from finetune.data.feature_loader import AnyLoader, FeatureLoader
+from finetune.data.leakage import find_equal_pixels
 from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.evaluation.claims import check_claims
@@ -42,6 +43,7 @@ __all__ = [
     "finalize_run",
     "recheck_claims",
     "save_trained_model",
+    "warn_of_equal_pixels",
 ]
 
 _MAX_CURVE_OPERATIONS = 1e11  # of the largest fit of a learning curve: a few seconds
@@ -125,6 +127,8 @@ def finalize_run(
         evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
         _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
+        loaders = train_loader, val_loader, test_loader
+        run_on_main(accelerator, lambda: warn_of_equal_pixels(run, *loaders))
 
     # Write the results, the card and the report.
     if trainer.is_main_process:
@@ -148,6 +152,17 @@ def finalize_run(
     # Fail last: the weights and results of a diverged run are kept.
     run_on_main(accelerator, lambda: raise_if_diverged(run, setup, results))
     return results
+
+
+def warn_of_equal_pixels(run: RunDir, *loaders: AnyLoader | None) -> None:
+    """Log images of several splits with equal pixels but other bytes, and add them to run.json."""
+    stores = {loader.store.split.name: loader.store for loader in loaders if loader is not None}
+    record = read_record(run)
+    known = record.get("leakage", [])
+    if new := [line for line in find_equal_pixels(stores) if line not in known]:
+        write_record(run, {**record, "leakage": [*known, *new]})
+    for line in new:
+        logger.warning(line)
 
 
 def _learning_curve(train_loader: AnyLoader, loader: AnyLoader | None) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ from finetune.training.finalize import (
     can_reuse_last_eval,
     finalize_run,
     recheck_claims,
+    warn_of_equal_pixels,
 )
 from finetune.training.launcher import get_launcher
 from finetune.training.meter import TrainMeter
@@ -297,6 +298,7 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     setup = trainer.setup
     run_on_main(accelerator, lambda: record_plan(run, setup, start_step=start_step))
     val_loader = trainer.build_loader(splits["val"], train=False) if "val" in splits else None
+    run_on_main(accelerator, lambda: warn_of_equal_pixels(run, train_loader, val_loader))
     resolve_micro_batch_size(trainer, train_loader)
     if trainer.recipe.run.trackers:
         accelerator.init_trackers("finetune")

@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refusals import refused
-from small_datasets import class_counts, write_image_folder, write_parquet
+from small_datasets import (
+    class_counts,
+    make_pixel_store,
+    random_png,
+    write_file,
+    write_image_folder,
+    write_parquet,
+)
 
-from finetune.data.leakage import find_leakage
+from finetune.data.leakage import find_equal_pixels, find_leakage
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.data.splits import (
@@ -119,6 +126,32 @@ def test_finds_training_images_in_the_evaluation_splits(tmp_path: Path) -> None:
     assert any("split 'val'" in leak for leaks in leakage_by_seed for leak in leaks)
     (tmp_path / "test/b/copy.png").write_bytes(b"")
     assert find_leakage(open_source(source)) == []
+
+
+@pytest.mark.parametrize("keep,size", [("auto", (5, 4)), ("auto", (6, 4)), ("none", (5, 4))])
+def test_finds_equal_pixels_in_other_files(
+    tmp_path: Path, keep: str, size: tuple[int, int]
+) -> None:
+    """`size` is that of one more image, so a split has images of one size or of several."""
+    source = write_image_folder(tmp_path, {"train/a": 3, "train/b": 3, "test/a": 2, "test/b": 2})
+    original = tmp_path / "train/a/1.png"
+    shutil.copy(original, tmp_path / "test/b/copy.png")  # found by its bytes already
+    write_file(tmp_path / "train/b/other.png", random_png(99, size))
+    stores = {
+        name: make_pixel_store(each, keep) for name, each in open_source(source).splits.items()
+    }
+    assert find_equal_pixels(stores) == []
+    for number in range(2):
+        other_bytes = original.read_bytes() + bytes(number + 1)
+        write_file(tmp_path / f"test/b/saved_again_{number}.png", other_bytes)
+    stores = {
+        name: make_pixel_store(each, keep) for name, each in open_source(source).splits.items()
+    }
+    leaks = find_equal_pixels(stores)
+    assert len(leaks) == (keep == "auto")
+    for leak in leaks:
+        assert "split 'test': 2 of 7 images have the same pixels as train images" in leak
+        assert "'test/b/saved_again_0.png' of 'train/a/1.png'" in leak
 
 
 def test_finds_training_images_in_tables(tmp_path: Path) -> None:

@@ -103,6 +103,27 @@ def test_mistake_indices_count_unreadable_images(tmp_path: Path, image_folder: P
         assert np.asarray(split.decode(mistake["index"])).ndim == 3
 
 
+def test_equal_pixels_in_other_files_are_said_and_recorded(
+    tmp_path: Path, image_folder: Path, capsys
+) -> None:
+    originals = sorted((image_folder / "train").rglob("*.png"))[:2]
+    for name, image in zip(("val", "test"), originals, strict=True):
+        folder = image_folder / name / image.parent.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "saved_again.png").write_bytes(image.read_bytes() + b"\n")
+    overrides = [f"data.source=folder:{image_folder}", "data.batch_size=4"]
+    for _ in range(2):
+        results = train(parse_recipe(RECIPE, overrides=overrides), tmp_path / "run", resume=True)
+        (tmp_path / "run" / "model" / "config.json").unlink()
+    leaks = [text for text in results["warnings"] if "the same pixels as train images" in text]
+    assert [leak.split()[1] for leak in leaks] == ["'val':", "'test':"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["leakage"] == leaks
+    output = capsys.readouterr().err
+    assert [output.count(leak) for leak in leaks] == [1, 1]
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "**Leak:** split 'test': 1 of 13 images have the same pixels" in card
+
+
 def test_unreadable_test_image_does_not_prevent_publishing_the_model(
     tmp_path: Path, image_folder: Path
 ) -> None:

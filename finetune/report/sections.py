@@ -379,6 +379,7 @@ def provenance_rows(run: Run) -> list[tuple[str, str]]:
     rows.append(("Data fingerprint", record.get("data_fingerprint")))
     rows.append(("Leakage", "; ".join(record.get("leakage", ()))))
     rows.append(("Changed metrics", describe_changed_metrics(record)))
+    rows.append(("Changed at a resume", "; ".join(record.get("numerics_changed", ()))))
     rows.append(("Command", " ".join(record.get("argv", ()))))
     versions = record.get("versions", {})
     rows.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))

@@ -142,6 +142,13 @@ def start_or_resume(
         **cast(RunRecord, _config_entries(setup)),
         "metrics_changed": metrics_changed,
     }
+    numerics = _numerics(setup, record)
+    if start_step:
+        record["numerics_changed"] = [
+            *record.get("numerics_changed", []),
+            *_warn_of_changed_numerics(record.get("numerics", {}), numerics),
+        ]
+    record["numerics"] = numerics
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
     if is_branch and start_step:
@@ -153,6 +160,35 @@ def start_or_resume(
     elif start_step:
         run.drop_metrics_after(start_step)
     return start_step
+
+
+def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
+    """Return what changes the last bits of the weights, although the recipe trains the same.
+
+    Args:
+        record: run.json with the environment of this start.
+    """
+    device = record["device"]
+    return {
+        "data.micro_batch": setup.recipe.data.micro_batch,
+        "processes": record["num_processes"],
+        "device": device["name"],
+        "torch": record["versions"]["torch"],
+        **({"run.threads": device["threads"]} if device["type"] == "cpu" else {}),
+        **({"instructions": device["instructions"]} if device["type"] == "cpu" else {}),
+    }
+
+
+def _warn_of_changed_numerics(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Log a warning about each result of `_numerics` that has changed. Returns: the changes."""
+    changes = [
+        f"{key} {old[key]} -> {value}"
+        for key, value in new.items()
+        if key in old and old[key] != value
+    ]
+    if changes:
+        logger.warning(f"results will differ in the last bits: {', '.join(changes)}")
+    return changes
 
 
 def _new_id() -> RunRecord:

@@ -80,6 +80,27 @@ def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> 
         start(run, make_setup(), resume=True, precision="bf16")
 
 
+def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
+    lines: list[str] = []
+    with logged(lines):
+        start(run, make_setup("data.micro_batch=16"))
+        assert start(run, make_setup("data.micro_batch=8")) == 0  # it starts from scratch
+        save(run, 2)
+        start(run, make_setup("data.micro_batch=8"), resume=True)
+        assert not any("last bits" in line for line in lines)
+        start(run, make_setup("data.micro_batch=4"), resume=True, num_processes=2)
+    changes = ["data.micro_batch 8 -> 4", "processes 1 -> 2"]
+    assert f"results will differ in the last bits: {', '.join(changes)}" in lines
+    record = read_record(run)
+    assert record["numerics_changed"] == changes
+    old = {"run.threads": -1, "instructions": ["none"]}
+    write_record(run, {**record, "numerics": {**record["numerics"], **old}})
+    start(run, make_setup("data.micro_batch=4"), resume=True, num_processes=2)
+    threads, instructions = read_record(run)["numerics_changed"][2:]
+    assert threads == f"run.threads -1 -> {torch.get_num_threads()}"
+    assert instructions.startswith("instructions ['none'] -> ")
+
+
 def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path) -> None:
     def setup_from(name: str) -> TrainingSetup:
         source = f"data.source=folder:{tmp_path / name}"

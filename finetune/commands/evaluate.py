@@ -196,6 +196,11 @@ def evaluate_model(
     validation_scores = result.pop("validation_scores", None)
     if split == "train":  # on these images, the model makes fewer errors than on others
         validation_scores = None
+        if config is not None and accelerator.is_main_process:
+            logger.warning(
+                f"{model}: a temperature fitted on training images makes the model too sure of "
+                "others; fit it on images that it was not trained on: --split val"
+            )
     if config is not None and accelerator.is_main_process:
         _write_calibration(config, result["temperature"], validation_scores, split)
     if corruptions:

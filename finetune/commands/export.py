@@ -63,7 +63,7 @@ __all__ = ["export_model", "format_export", "resolve_output_path"]
 
 _NUM_COMPARED = 16  # images
 _BATCH_SIZES = (1, 2, 5, _NUM_COMPARED)
-_PROVENANCE_KEYS = ("repository", "revision", "file", "sha256")
+_PROVENANCE_KEYS = ("repository", "revision", "file", "sha256", "calibrated_on")
 _RECORDED_PACKAGES = ("finetune", "torch", "timm", "onnx", "onnxscript", "onnxruntime")
 _FALLBACK_SOURCE = "embedded:digits"
 

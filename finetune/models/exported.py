@@ -265,7 +265,12 @@ def _open_export(path: Path, name: str) -> BuiltModel:
         str(export.source.get("architecture", "onnx")),
         {},
         preprocessing,
-        {"source": name, "file": path.name, "bytes": path.stat().st_size},
+        {
+            "source": name,
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "calibrated_on": export.source.get("calibrated_on"),  # split of the temperature
+        },
         export.classes,
         temperature=export.temperature,
         multilabel=export.thresholds is not None,

@@ -206,7 +206,13 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
         evaluate_model(str(copy), data="embedded:digits")["calibrated"]["temperature"]
         == (fitted["temperature"])
     )
-    assert "temperature was fitted on a split 'test'" in capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert "temperature was fitted on a split 'test'" in output
+    assert "too sure" not in output
+    evaluate_model(str(copy), data="embedded:digits", split="train", fit_temperature=True)
+    assert "temperature fitted on training images makes the model too sure" in (
+        capsys.readouterr().err
+    )
     for folder in (out, out / "model"):
         with refused("setup.exists", "--out", folder):
             evaluate_model(str(copy), data="embedded:digits", out=str(folder))

@@ -86,6 +86,21 @@ def test_eval_gives_the_figures_of_the_run(
 
 
 @pytest.mark.parametrize("preprocessing", [True, False])
+def test_a_temperature_that_was_fitted_on_the_same_split_is_said(
+    preprocessing: bool, exports: Callable[..., Path], tmp_path: Path, capsys
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(Path(run_of(exports("multiclass", preprocessing=True))) / "model", model)
+    evaluate_model(str(model), data=DIGITS, split="test", fit_temperature=True)
+    exported = export_model(str(model), out=str(tmp_path / "out"), preprocessing=preprocessing)
+    for split in ("train", "test"):
+        capsys.readouterr()
+        evaluate_model(exported["file"], data=DIGITS, split=split)
+        is_said = "its temperature was fitted on a split 'test'" in capsys.readouterr().err
+        assert is_said == (split == "test")
+
+
+@pytest.mark.parametrize("preprocessing", [True, False])
 @pytest.mark.parametrize("task", TASKS)
 def test_predict_gives_the_answers_of_the_run(
     task: str, preprocessing: bool, exports: Callable[..., Path], tmp_path: Path

@@ -86,8 +86,8 @@ class SymlinkChecker:
         if target in self._parent_folders or others:
             raise DataError(
                 f"{self._source}: the link {printable_path(link)} leads to "
-                f"{printable_path(target)}, which is another class or contains one; its images "
-                "would count twice; remove the link",
+                f"{printable_path(target)}, which is, contains or is in another class folder; "
+                "images would count twice; remove the link",
                 code="data.wrong_link",
             )
 

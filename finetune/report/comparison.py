@@ -169,12 +169,24 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     """
     keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
     identities = [training_identity(run.recipe, run.record) for run in runs]
-    measured = [{k: each["data"].get(k) for k in ("val", "test")} for each in identities]
+    splits = [run.record.get("split_fingerprints", {}) for run in runs]
+    inputs = differing_inputs(identities)
+    # The seed of one run may have drawn the images that data.split_seed of another has drawn.
+    if "data.split_seed" in keys and splits[0] and all(each == splits[0] for each in splits):
+        inputs.pop("data", None)
+    # Runs of one seed differ in drawn images if a key such as data.val_fraction differs.
+    of_seed = {run.recipe.run.seed: each for run, each in zip(runs, splits, strict=True)}
+    pairs = [(each["data"], identities[0]["data"]) for each in identities if "data" in inputs]
+    pairs += [(each, of_seed[run.recipe.run.seed]) for run, each in zip(runs, splits, strict=True)]
+    if measured_on_others := any(
+        each.get(name) != first.get(name) for each, first in pairs for name in ("val", "test")
+    ):
+        inputs.setdefault("data", "images or labels")
     return [
         name
-        for section, name in differing_inputs(identities).items()
+        for section, name in inputs.items()
         if not any(key.startswith(f"{section}.") for key in keys)
-        or (section == "data" and any(each != measured[0] for each in measured))
+        or (section == "data" and measured_on_others)
     ]
 
 

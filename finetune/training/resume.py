@@ -83,8 +83,8 @@ def start_or_resume(
             logger.warning(line)
     elif not record:
         raise CheckpointError(
-            f"{source.path / 'run.json'}: the file is missing, so the data cannot be checked; "
-            "restore it from a copy, or train in another --out",
+            f"{source.path / 'run.json'}: the file is missing or empty, so the data cannot be "
+            "checked; restore it from a copy, or train in another --out",
             code="checkpoint.damaged",
         )
     else:
@@ -279,9 +279,12 @@ def _check_same_run(
         )
         changed_splits = set()
     # Fingerprints of streamed shards do not cover the content of the images.
-    if not changed_splits and not setup.source.splits["train"].is_streamed:
-        for key in LOCATION_KEYS:
-            differences.pop(key, None)
+    moved = {}
+    if not setup.source.splits["train"].is_streamed:
+        moved = {key: differences.pop(key) for key in LOCATION_KEYS if key in differences}
+    listed_moved = "".join(f"{key}: {values}; " for key, values in moved.items())
+    if moved and not changed_splits:
+        logger.warning(f"{run.path}: {listed_moved}images and labels are the same")
     is_same_recipe = set(differences) <= _LENGTH_KEYS
     if differences and not (is_same_recipe and has_checkpoint):
         read_recipe(run)  # its error if the run's own recipe.yaml was changed
@@ -318,7 +321,8 @@ def _check_same_run(
     if changed_splits:
         raise DataError(
             f"{setup.recipe.data.source}: the data has changed since the run in {run.path} started "
-            f"(an image, label or class in {', '.join(sorted(changed_splits))}); restore it, then "
+            f"({listed_moved}an image, label or class in {', '.join(sorted(changed_splits))} "
+            "differs); restore it, then "
             f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="data.changed",
         )

@@ -413,7 +413,9 @@ class TrainerState:
             ) from error
         best = self.counters.best_step
         if best is not None and (problem := self._verify_checkpoint(best)) is not None:
-            logger.warning(f"the best checkpoint is damaged; searching for a new best: {problem}")
+            logger.warning(
+                f"the best checkpoint is missing or damaged; searching for a new best: {problem}"
+            )
             self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
@@ -432,7 +434,9 @@ class TrainerState:
         self.wait_for_checkpoint()
         step = self.counters.best_step or self.counters.step
         if (problem := self._verify_checkpoint(step)) is not None:
-            logger.warning(f"the best checkpoint is damaged; using the newest: {problem}")
+            logger.warning(
+                f"the best checkpoint is missing or damaged; using the newest: {problem}"
+            )
             newest = run_on_main(self.accelerator, self.run.newest_intact_step)
             step = newest or self.counters.step
         weights = {

@@ -99,6 +99,7 @@ class TestGroupByRecipe:
             ("data.workers=7", {"split_fingerprints": {"train": "b"}}, ["images or labels"]),
             ("data.batch_size=7", {"split_fingerprints": {"test": "b"}}, ["images or labels"]),
             ("data.num_train=7", {"split_fingerprints": {"train": "b"}}, []),
+            ("data.val_fraction=0.5", {"split_fingerprints": {"val": "b"}}, ["images or labels"]),
         ],
     )
     def test_differences_that_the_recipes_do_not_show(
@@ -111,6 +112,31 @@ class TestGroupByRecipe:
             (path / "run.json").write_text(json.dumps({**record, **changes}))
             runs.append(read_run(path))
         assert unstated_differences(runs) == said
+
+    @pytest.mark.parametrize("seed, said", [(0, ["images or labels"]), (1, [])])
+    def test_other_validation_images_of_one_seed_are_named(
+        self, seed: int, said: list[str], tmp_path: Path
+    ) -> None:
+        runs = []
+        for number, overrides in enumerate(([], ["data.val_fraction=0.5", f"run.seed={seed}"])):
+            path = write_run_dir(tmp_path / f"{number}", *overrides)
+            record = json.loads((path / "run.json").read_text())
+            record |= {"split_fingerprints": {"val": number}, "whole_fingerprints": {"train": "a"}}
+            (path / "run.json").write_text(json.dumps(record))
+            runs.append(read_run(path))
+        assert unstated_differences(runs) == said
+
+    def test_equal_splits_of_another_draw_are_the_same_images(self, tmp_path: Path) -> None:
+        splits = {"train": "a", "val": "b", "test": "c", "classes": "d"}
+        draws = {"data.split_seed=null": {"train": "whole", "test": "c"}, "data.split_seed=0": {}}
+        runs = []
+        for number, (override, whole) in enumerate(draws.items()):
+            path = write_run_dir(tmp_path / f"{number}", override)
+            record = json.loads((path / "run.json").read_text())
+            record |= {"split_fingerprints": splits, "whole_fingerprints": whole}
+            (path / "run.json").write_text(json.dumps(record))
+            runs.append(read_run(path))
+        assert unstated_differences(runs) == []
 
     def test_long_settings_are_replaced_by_numbers(self, tmp_path: Path) -> None:
         runs = [

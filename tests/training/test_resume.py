@@ -110,8 +110,15 @@ def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path
     start(run, setup_from("here"))
     save(run, 2)
     (tmp_path / "here").rename(tmp_path / "there")
-    assert start(run, setup_from("there"), resume=True) == 2
+    lines: list[str] = []
+    with logged(lines):
+        assert start(run, setup_from("there"), resume=True) == 2
+    (said,) = (line for line in lines if "data.source: the run has" in line)
+    assert all(f"{tmp_path / name}" in said for name in ("here", "there"))
     assert str(tmp_path / "there") in (run.path / "recipe.yaml").read_text()
+    write_image_folder(tmp_path / "other", {"a": 12, "b": 13})
+    with refused("data.changed", "there", "data.source: the run has", "other"):
+        start(run, setup_from("other"), resume=True)
     next((tmp_path / "there").rglob("*.png")).rename(tmp_path / "gone.png")
     with refused("data.changed", "there"):
         start(run, setup_from("there"), resume=True)

@@ -1,7 +1,8 @@
 """Checksums of a saved model in its config.json: written by `save_model`, verified by every reader.
 
 The entry `checksums` of config.json has the sha256 of each file that was saved with config.json,
-of recipe, results and plots once they are written, and of the other entries of config.json. So
+of recipe, results, plots and the results in the cards once they are written, and of the other
+entries of config.json. So
 damage is found wherever the folder is copied. The run.json of a run also has the sha256 of the
 weights, which reveals a model/ of another run. A folder without the entry `checksums`, such
 as one from timm, is not verified.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ __all__ = [
     "add_description_checksums",
     "json_sha256",
     "read_checksums",
+    "verify_card_results",
     "verify_checksum",
     "verify_model_folder",
 ]
@@ -40,6 +43,11 @@ DESCRIPTION_FILES = (
     *("recipe.yaml", "results.json"),
     *("curves.png", "confusion.png", "reliability.png"),
 )
+# Of a card, only the parts with results have a checksum; its other text may be edited.
+_CARDS = ("README.md", "adapter/README.md")
+_CARD_RESULTS = re.compile(
+    r"^model-index:\n(?:[ -].*\n)+|^## (?:Results|Export|Claims)\n(?:(?!## ).*\n)*", re.M
+)
 _ADVICE = (
     "restore it from a copy or download it again; train --resume rebuilds the model/ of a run from "
     "its checkpoint"
@@ -55,13 +63,15 @@ def add_checksums(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     content = json.loads(json.dumps(config))  # as a reader gets it, for example with lists
     files = _hash_files(folder, (*_CHECKED_FILES, *DESCRIPTION_FILES))
+    files |= _checksums_of_cards(config.get("checksums", {}))
     return {**config, "checksums": {**files, "config.json": _config_sha256(content, files)}}
 
 
 def add_description_checksums(folder: Path) -> None:
     """Replace the checksums of DESCRIPTION_FILES in a folder's config.json, if it has checksums.
 
-    The checksums of the weights stay, so that damage to the weights is still found.
+    Those of the results in the cards are replaced, too. The checksums of the weights stay, so that
+    damage to the weights is still found.
 
     Raises: WeightsError if config.json was changed.
     """
@@ -71,7 +81,7 @@ def add_description_checksums(folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     files = {name: sha256 for name, sha256 in stored.items() if name not in DESCRIPTION_FILES}
-    files |= _hash_files(folder, DESCRIPTION_FILES)
+    files |= {**_hash_files(folder, DESCRIPTION_FILES), **_hash_card_results(folder)}
     config["checksums"] = {**files, "config.json": _config_sha256(config, files)}
     # not written in place: the file may be a hard link of the one that is replaced
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
@@ -80,6 +90,22 @@ def add_description_checksums(folder: Path) -> None:
 def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return the sha256 of the files that exist."""
     return {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _hash_card_results(folder: Path) -> dict[str, str]:
+    """Return the sha256 of the results in each card that has results, by "NAME: results"."""
+    hashes = {}
+    for name in _CARDS:
+        if (path := folder / name).is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if parts := _CARD_RESULTS.findall(text):
+                hashes[f"{name}: results"] = hashlib.sha256("".join(parts).encode()).hexdigest()
+    return hashes
+
+
+def _checksums_of_cards(stored: Mapping[str, str]) -> dict[str, str]:
+    names = {f"{name}: results" for name in _CARDS}
+    return {name: sha256 for name, sha256 in stored.items() if name in names}
 
 
 def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
@@ -151,6 +177,23 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
         verify_checksum(name, file_sha256(folder / name), checksums, source=source)
     for name, sha256 in _hash_files(folder, DESCRIPTION_FILES).items():
         verify_checksum(name, sha256, checksums, source=source)
+
+
+def verify_card_results(folder: Path, *, source: str) -> None:
+    """Raise WeightsError if the results in a card are not those that were written with the model.
+
+    A card without results is accepted.
+
+    Args: same as for `read_checksums`.
+    """
+    stored = _checksums_of_cards(read_checksums(folder, source=source))
+    for key, sha256 in _hash_card_results(folder).items():
+        if stored.get(key, sha256) != sha256:
+            raise WeightsError(
+                f"{folder / key.partition(':')[0]}: its results were changed after it was written; "
+                "restore the tables and the model-index, or remove all of its results",
+                code="weights.damaged",
+            )
 
 
 def json_sha256(content: Mapping[str, Any]) -> str:

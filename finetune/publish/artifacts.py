@@ -77,12 +77,12 @@ def write_artifacts(
         content = replace(
             content, seed_results=by_seed, plots=_draw_plots(folder, run, results, content.config)
         )
-    add_description_checksums(folder)
     (folder / "README.md").write_text(render_card(content), encoding="utf-8")
     if (folder / "adapter").is_dir():
         content = replace(content, repository=adapter_repository)
         text = render_adapter_card(content)
         (folder / "adapter" / "README.md").write_text(text, encoding="utf-8")
+    add_description_checksums(folder)
 
 
 def write_averaged_artifacts(
@@ -98,8 +98,8 @@ def write_averaged_artifacts(
     """
     content = _write_data_and_collect_card(folder, run, read_recipe(run), results)
     card = render_card(replace(content, record={**content.record, "leakage": [*leaks]}))
-    add_description_checksums(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    add_description_checksums(folder)
 
 
 def _write_data_and_collect_card(

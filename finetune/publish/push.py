@@ -24,7 +24,7 @@ from huggingface_hub import constants
 from finetune import __version__
 from finetune.errors import HubError, Interrupted, redact_urls
 from finetune.log import logger
-from finetune.model_checksums import verify_model_folder
+from finetune.model_checksums import verify_card_results, verify_model_folder
 from finetune.process_lifecycle import handle_interrupts
 from finetune.publish.artifacts import (
     EXPORT_FILES,
@@ -170,6 +170,8 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     is_run = is_run_dir(run)
     folder = run / "model" if is_run else run
     verify_model_folder(folder, source=str(run))
+    if not is_run:  # the cards of a run are written again
+        verify_card_results(folder, source=str(run))
     read_certificate(folder)  # checks that an exported model belongs to the weights
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run

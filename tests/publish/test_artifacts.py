@@ -17,7 +17,7 @@ from recipe_texts import tiny_recipe_text
 from refusals import refused
 
 from finetune.files import file_sha256
-from finetune.model_checksums import json_sha256, verify_model_folder
+from finetune.model_checksums import json_sha256, verify_card_results, verify_model_folder
 from finetune.publish.artifacts import (
     EXPORT_FILES,
     PUBLISHED_FILES,
@@ -71,6 +71,22 @@ def test_published_files_are_bound_to_the_weights(runs: Path, tmp_path: Path, na
         push(folder, "alice/digits")
     (folder / name).unlink()
     verify_model_folder(folder, source="pushed")
+
+
+def test_results_in_a_card_cannot_be_edited_before_a_push(runs: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(runs / "a" / "model", tmp_path / "pushed")
+    card = folder / "README.md"
+    text = card.read_text()
+    top1 = json.loads((folder / "results.json").read_text())["test"]["top1"]
+    for old in (f"| {top1:.4f} |", f"value: {round(top1, 6)}"):
+        card.write_text(text.replace(old, old.replace("0.", "0.9")))
+        assert card.read_text() != text
+        with refused("weights.damaged", card):
+            push(folder, "alice/digits")
+    card.write_text(text.replace("## Limits", "## Intended use\n\nNone.\n\n## Limits"))
+    verify_card_results(folder, source="pushed")
+    card.write_text("a card without results")
+    verify_card_results(folder, source="pushed")
 
 
 def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:

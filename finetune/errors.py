@@ -37,10 +37,11 @@ _SECRET_VARIABLE = re.compile(
     r"(?i)(TOKEN|SECRET|PASSW|PASS(PHRASE)?$|_PAT$|(API|ACCESS|ACCOUNT|STORAGE)_?KEY)"
     r"(?!.*(PATH|FILE|DIR)$)"
 )
-# tokens and keys that have a known form
+# tokens and keys that have a known form; each begins with a letter, not \b: ten times faster
 _TOKEN = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[opsu]_[A-Za-z0-9]{36}"
-    r"|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}|\bsk-[\w-]{30,}"
+    r"h(?<=\bh)f_[A-Za-z0-9]{20,}|A(?<=\bA)[KS]IA[0-9A-Z]{16}\b"
+    r"|g(?<=\bg)(?:h[opsu]_[A-Za-z0-9]{36}|ithub_pat_\w{30,}|lpat-[\w-]{20,})"
+    r"|s(?<=\bs)k-[\w-]{30,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?"
 )
 # An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash.
@@ -74,6 +75,15 @@ _SIGNED_URL = re.compile(
     r"(?i)\w://[^\s\"<>]*[?&;#][\w.-]*"
     r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w"
 )
+# texts of which each match has one when case is folded: a search for them is much faster
+_ANCHORS = {
+    _URL_USER_INFO: ("://",),
+    _SIGNED_URL: ("://",),
+    _SECRET_OPTION: (
+        *("token", "secret", "passw", "apikey", "api_key", "accesskey", "access_key"),
+        *("accountkey", "account_key", "sig=", "signature=", "bearer "),
+    ),
+}
 # messages of the dynamic loader
 _LOADER_OUT_OF_MEMORY = ("failed to map segment", "Cannot allocate memory")
 # messages of torch on a GPU, of NVIDIA's libraries, and of torch on a CPU
@@ -260,8 +270,11 @@ def holds_secret(text: str) -> bool:
     """
     # random bytes often look like a mistyped URL
     patterns = {_SIGNED_URL, *_SECRETS} - ({_MISTYPED_USER_INFO} if "\0" in text else set())
+    folded = text.replace("İ", "i").replace("ı", "i").casefold()  # these match i, as in (?i)
     return any(secret in text for secret in _known_secrets()) or any(
-        pattern.search(text) for pattern in patterns
+        pattern.search(text)
+        for pattern in patterns
+        if any(anchor in folded for anchor in _ANCHORS.get(pattern, ("",)))
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,10 @@ def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) ->
         "tar:pipe:curl -H Authorization: Bearer hunter2hunter2 https://host/x.tar",
         "https://host/x.tar&sig=hunter2hunter2",
         "AKIAABCDEFGHIJKLMNOP",
+        "?SİG=hunter2hunter2 ?sıg=hunter2hunter2",
+        "my.paſſword=hunter2hunter2",
+        "to\N{KELVIN SIGN}en=hunter2hunter2",
+        "x github_pat_0123456789012345678901234567890",
         "-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----",
     ],
 )
@@ -119,6 +125,14 @@ def test_what_is_masked_must_not_be_published(text: str) -> None:
     assert errors.holds_secret(text)
     assert "***" in (redacted := errors.redact_secrets(text))
     assert not errors.holds_secret(redacted)
+
+
+def test_binary_data_are_searched_fast() -> None:
+    """About 0.05 s per MB; with a search of each pattern at each character, it took 0.7 s."""
+    text = "\0" + random.Random(0).randbytes(1 << 22).decode("utf-8", "replace")
+    started = time.process_time()
+    assert not errors.holds_secret(text)
+    assert time.process_time() - started < 1.2
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: P
             for spelling in (folder, json.dumps(folder)[1:-1]):
                 # a path that is part of a longer name or of a web URL is allowed
                 start = r"(?:(?<![\w./~-])|(?<=file://)|(?<=file://localhost))"
-                if re.search(rf"{start}{re.escape(spelling)}(?![\w-])", text):
+                if spelling in text and re.search(rf"{start}{re.escape(spelling)}(?![\w-])", text):
                     raise HubError(
                         f"{name}: contains the local path {folder}, which should stay private; "
                         "remove it, then push again",

@@ -72,8 +72,7 @@ def train(
     search = folder
     if is_data_source(recipe) and not is_search:
         search = run or Path("runs") / default_run_name(recipe)
-    is_unfinished = (search / SEARCH_FILE).is_file() and not (search / "results.json").is_file()
-    if minutes is not None or (is_unfinished and (resume or is_search)):
+    if minutes is not None or (_is_unfinished_search(search) and (resume or is_search)):
         source = None if is_search else recipe
         return _train_in_minutes(
             source, overrides, search, minutes, resume=resume, dry_run=dry_run, download=download
@@ -113,7 +112,19 @@ def train(
     has_run_files = any((path.parent / name).is_file() for name in ("run.json", ".lock"))
     is_run = path.name == "recipe.yaml" and has_run_files
     run = run or (path.parent if is_run else Path("runs") / path.stem)
+    if resume and _is_unfinished_search(run):
+        raise SetupError(
+            f"{run}: contains an unfinished search, which {recipe} alone cannot continue; continue "
+            f"the search: {resume_command(run)}, or train in another --out",
+            code="setup.run_exists",
+        )
     return _train_recipe(loaded, run, resume=resume, branch_from=branch_from, dry_run=dry_run)
+
+
+def _is_unfinished_search(folder: Path) -> bool:
+    from finetune.run.directory import SEARCH_FILE
+
+    return (folder / SEARCH_FILE).is_file() and not (folder / "results.json").is_file()
 
 
 def _train_recipe(

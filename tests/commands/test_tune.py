@@ -706,3 +706,7 @@ class TestMessages:
         for more in ([], ["--minutes", "10"]):
             assert cli.main(["train", str(tmp_path), *more]) == 2
             assert f"finetune train {tmp_path} --resume" in capsys.readouterr().err
+        recipe = tmp_path / "own.yaml"
+        recipe.write_text(tiny_recipe_text())
+        assert cli.main(["train", str(recipe), "--resume", "--out", str(tmp_path)]) == 5
+        assert f"finetune train {tmp_path} --resume" in capsys.readouterr().err

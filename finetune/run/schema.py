@@ -99,6 +99,7 @@ class RunRecord(TypedDict, total=False):
     results_sha256: str  # sha256 of results.json when the run ended
     metrics_sha256: str  # sha256 of metrics.jsonl when the run ended
     metrics_changed: bool  # True if metrics.jsonl was changed before the run continued
+    shard_times: dict[str, Any]  # hash of the mtimes and ctimes of the shards of each split
     numerics: dict[str, Any]  # what changes the last bits of the weights, such as run.threads
     numerics_changed: list[str]  # what of `numerics` changed when the run continued
     training_images_sha256: str  # the same of training_images.json

@@ -142,7 +142,13 @@ def start_or_resume(
         **cast(RunRecord, _config_entries(setup)),
         "metrics_changed": metrics_changed,
     }
-    numerics = _numerics(setup, record)
+    numerics, shard_times = _numerics(setup, record), _shard_times(setup)
+    if start_step and record.get("shard_times", shard_times) != shard_times:
+        logger.warning(
+            f"{setup.recipe.data.source}: shards were written or copied after the run started; "
+            "their names, sizes and labels are the same, but their images were not compared"
+        )
+    record["shard_times"] = shard_times
     if start_step:
         record["numerics_changed"] = [
             *record.get("numerics_changed", []),
@@ -160,6 +166,19 @@ def start_or_resume(
     elif start_step:
         run.drop_metrics_after(start_step)
     return start_step
+
+
+def _shard_times(setup: TrainingSetup) -> dict[str, str]:
+    """Return a hash of the mtimes and ctimes of local shards, by streamed split.
+
+    Fingerprints of streamed splits do not cover the content of the images.
+    """
+    return {
+        name: hashlib.sha256(times.tobytes()).hexdigest()
+        for name, split in setup.source.splits.items()
+        if split.is_streamed
+        for times in [split.images.stat_signatures(split.image_rows)[:, 3:]]
+    }
 
 
 def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:

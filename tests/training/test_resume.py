@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,23 @@ def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
     write_record(run, {**read_record(run), "error_code": "data.unreadable"})
     assert start(run, make_setup(*overrides), resume=True) == 2
     assert read_record(run)["split_fingerprints"] == make_setup(*overrides).fingerprints()
+
+
+def test_resume_warns_about_local_shards_that_were_written_since(
+    run: RunDir, tmp_path: Path
+) -> None:
+    write_tar_shards(tmp_path, train=1)
+    overrides = [f"data.source=tar:{tmp_path}/set-train-0000.tar", "data.streaming=true"]
+    overrides += ["data.val_fraction=0", "data.batch_size=2"]
+    start(run, make_setup(*overrides))
+    save(run, 2)
+    for mtime, is_said in ((None, False), (1, True), (None, False)):
+        if mtime is not None:
+            os.utime(tmp_path / "set-train-0000.tar", (mtime, mtime))
+        lines: list[str] = []
+        with logged(lines):
+            assert start(run, make_setup(*overrides), resume=True) == 2
+        assert any("images were not compared" in line for line in lines) == is_said
 
 
 def test_resume_refuses_shards_from_another_server(

@@ -21,7 +21,6 @@ from refusals import EXIT_CODES, check_message
 from finetune.cli import main as cli
 
 __all__ = [
-    "PROMISE",
     "BadInput",
     "Content",
     "check_bad_input",
@@ -29,7 +28,6 @@ __all__ = [
     "parametrize_bad_inputs",
 ]
 
-PROMISE = "one short message with a next step, the right exit code, nothing lost, no traceback"
 TIMEOUT_SECONDS = 120
 Content = str | bytes | Callable[[Path], object]
 

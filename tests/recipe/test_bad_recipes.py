@@ -1,7 +1,7 @@
 """Recipes that do not fit the data, the network or the machine: an error before a run starts.
 
 One case for each stage that refuses a recipe; the other cases are tested beside the modules, such
-as tests/recipe for what is wrong in a recipe by itself.
+as tests/recipe/test_schema.py for what is wrong in a recipe by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_input import PROMISE, BadInput, check_bad_input, parametrize_bad_inputs
+from bad_input import BadInput, check_bad_input, parametrize_bad_inputs
 from networks import write_timm_folder
 
 RECIPE = """\
@@ -74,9 +74,6 @@ SETUPS = {
 
 
 @parametrize_bad_inputs({**FILES, **SETUPS})
-def test_recipes(
-    bad: BadInput, fault: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes(bad: BadInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_bad_input(bad)
-    fault("bad input: recipes", PROMISE)

@@ -7,14 +7,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.y*ml"))
 SECURITY = REPOSITORY / "SECURITY.md"
 
@@ -103,7 +103,7 @@ class TestTheLint:
     def test_safe_lines_pass(self, line: str) -> None:
         assert not unsafe_constructs(line, python=True)
 
-    def test_no_project_file_turns_a_safety_check_off(self, fault: Callable[..., None]) -> None:
+    def test_no_project_file_turns_a_safety_check_off(self) -> None:
         """Check code, recipes, notebooks, messages, README and the other texts."""
         paths = project_files()
         assert len(paths) > 100
@@ -114,11 +114,6 @@ class TestTheLint:
             for problem in unsafe_constructs(text, python=python)
         }
         assert not found
-        fault(
-            "Source, recipes, notebooks and texts: constructs that turn a safety check off",
-            "nothing loads pickles, runs text or foreign code, or recommends it",
-            f"{len(paths)} files",
-        )
 
 
 class TestTheWorkflows:
@@ -131,9 +126,7 @@ class TestTheWorkflows:
     def test_workflows_exist(self) -> None:
         assert WORKFLOWS
 
-    def test_actions_are_pinned_and_read_only(
-        self, workflow: dict[Any, Any], fault: Callable[..., None]
-    ) -> None:
+    def test_actions_are_pinned_and_read_only(self, workflow: dict[Any, Any]) -> None:
         assert workflow["permissions"] == {"contents": "read"}
         steps = []
         for job in workflow["jobs"].values():
@@ -144,11 +137,6 @@ class TestTheWorkflows:
         assert uses
         for action in uses:
             assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action), action
-        fault(
-            "CI: actions and their permissions",
-            "actions pinned by commit; the token may only read",
-            f"{len(uses)} actions",
-        )
 
     def test_a_pull_request_of_a_stranger_gets_no_secrets(self, workflow: dict[Any, Any]) -> None:
         # YAML 1.1 reads the key `on` as true
@@ -165,7 +153,7 @@ class TestTheWorkflows:
 
 
 class TestDependencies:
-    def test_pip_check_is_part_of_ci(self, fault: Callable[..., None]) -> None:
+    def test_pip_check_is_part_of_ci(self) -> None:
         script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
         assert "\npip check\n" in script
         assert script.index('pip install --quiet ".[test]"') < script.index("\npip check\n")
@@ -176,7 +164,6 @@ class TestDependencies:
             line for line in result.stdout.splitlines() if line.startswith("finetune-vision ")
         ]
         assert not conflicts
-        fault("`pip check`", "installed versions are compatible; .ci/run runs it", "")
 
     def test_packages_come_only_from_the_index(self) -> None:
         """No URL, no other index, no option that skips a check."""
@@ -197,14 +184,13 @@ class TestSecurityPolicy:
         ]
         assert "Report a vulnerability" in text
 
-    def test_every_promise_names_an_existing_test(self, fault: Callable[..., None]) -> None:
+    def test_every_promise_names_an_existing_test(self) -> None:
         text = SECURITY.read_text(encoding="utf-8")
         references = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
         assert len(references) >= 6
         for path, test in references:
             source = (REPOSITORY / path).read_text(encoding="utf-8")
             assert not test or re.search(rf"\b{test}\b", source), (path, test)
-        fault("SECURITY.md", "each promise names existing tests", f"{len(references)} tests")
 
     def test_its_limits_match_the_code(self) -> None:
         from finetune.data import decode

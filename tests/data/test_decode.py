@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_corpus import CORPUS
 from PIL import Image, ImageOps
 from refusals import refused
 
@@ -389,6 +390,20 @@ def png_without_pixels(width: int, height: int) -> bytes:
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+@pytest.mark.parametrize("name", CORPUS)
+def test_decodes_or_refuses_every_format(name: str, tmp_path: Path) -> None:
+    """The same files as in tests/faults/test_images.py, which compares all readers."""
+    file = CORPUS[name]
+    path = tmp_path / f"image{file.suffix}"
+    path.write_bytes(file.content)
+    if isinstance(file.result, str):
+        with pytest.raises(DataError, match=file.result):
+            decode_image(path)
+    else:
+        assert np.array_equal(decode_image(path), file.result)
 
 
 def test_rejects_too_large_images_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:

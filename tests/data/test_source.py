@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from recipe_texts import BASE_RECIPE
 from refusals import refused
 from small_datasets import class_counts, random_png, write_file, write_image_folder, write_parquet
 
@@ -16,11 +18,34 @@ from finetune.data.decode import decode_image, heif_decoder_version
 from finetune.data.image_paths import find_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Split
+from finetune.errors import DataError
+from finetune.recipe.load import parse_recipe
 
 
 def test_rejects_columns_for_sources_without_tables() -> None:
     with refused("data.no_column", "data.image_column", "embedded:"):
         open_source("embedded:digits", image_column="img")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host/my data/{train,test}.tar?sig=hunter2hunter2",
+        "https://host/{train,test}.tar#token=hunter2hunter2",
+        "https://host/{train,test}.tar?sig=<hunter2hunter2>",
+        'https://me:"hunter2hunter2@host/{train,test}.tar',
+        "https://me:a/hunter2hunter2@host/{train,test}.tar",
+    ],
+)
+def test_a_source_whose_secret_would_not_be_recognized_is_refused(url: str) -> None:
+    for read in (
+        lambda: parse_recipe(BASE_RECIPE, overrides=[f"data.source={json.dumps(f'tar:{url}')}"]),
+        lambda: open_source(f"tar:{url}"),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert caught.value.code == "data.wrong_source"
+        assert "hunter2" not in str(caught.value)
 
 
 def test_digits_equal_those_of_scikit_learn() -> None:

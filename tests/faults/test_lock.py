@@ -30,9 +30,7 @@ from forked_runs import (
     tiny_recipe,
     train_until_kill_point,
 )
-from refusals import refused
 
-from finetune.run.directory import RunDir
 from finetune.training.train import train
 from finetune.training.trainer_state import TrainerState
 
@@ -120,46 +118,6 @@ def test_a_second_run_is_refused(
     assert child_exit_code(lambda: train(RECIPE, link, resume=resume)) == 5
     check_undisturbed(first, out, finished_run)
     fault("a second run in the same directory", REFUSED)
-
-
-def test_two_runs_in_one_process(tmp_path: Path, fault) -> None:
-    """The kernel lock belongs to the process, so it cannot separate two runs in one process."""
-    first = RunDir(tmp_path / "run")
-    first.open()
-    (tmp_path / "other").mkdir()
-    for name in ("run", "other/../run"):
-        with refused("setup.in_use", tmp_path / name, os.getpid()):
-            RunDir(tmp_path / name).open()
-    exit_code = child_exit_code(lambda: RunDir(tmp_path / "run").open())
-    assert exit_code == 5, "the refused run has dropped the lock"
-    first.close()
-    first.open()
-    first.close()
-    fault("a second run in the same directory", REFUSED)
-
-
-def test_open_waits_for_a_process_that_is_ending(tmp_path: Path, fault) -> None:
-    """A restarted rank 0 may start while the previous one, perhaps elsewhere, still ends."""
-    run, (reader, writer) = RunDir(tmp_path / "run"), os.pipe()
-
-    def hold_for_two_seconds() -> None:
-        run_dir = RunDir(run.path)
-        run_dir.open()
-        os.write(writer, b"!")
-        time.sleep(2)
-
-    with tempfile.TemporaryFile() as output:
-        first = fork_process(hold_for_two_seconds, output.fileno())
-    assert os.read(reader, 1) == b"!"
-    with refused("setup.in_use", run.path, first):
-        run.open(timeout_seconds=0.3)
-    run.open(timeout_seconds=60)
-    run.close()
-    os.waitpid(first, 0)
-    fault(
-        "a restart by torchrun while the previous rank 0 still ends",
-        "it waits up to 30 seconds for the run directory",
-    )
 
 
 def test_four_runs_start_together(finished_run: Path, tmp_path: Path, fault) -> None:

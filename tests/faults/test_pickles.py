@@ -1,169 +1,57 @@
-"""Pickles that run code when loaded, under every file name that finetune reads.
+"""Pickles that run code when loaded, in every file of a run, a data set and a hub repository.
 
-Each of them creates a file, the canary. The first test shows that all of them work; no other test
-may trigger one.
+Each of them creates a file, the canary; no test may trigger one.
+tests/models/test_pickled_weights.py shows that all of them work.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import io
 import itertools
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import joblib
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from forked_runs import disable_report_and_plots
 from hub_fixtures import CARD, hub, sleep_durations
 from hub_server import HubServer
+from malicious_pickles import (
+    PICKLE_FORMATS,
+    CommandRunner,
+    MaliciousPickle,
+    canary,
+    image_path,
+    malicious_files,
+    runner,
+    to_bytes,
+)
 from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 
 from finetune.cli import main as cli
-from finetune.evaluation.feature_cache import read_cached_features
 from finetune.run.directory import RunDir
 
-__all__ = ["hub", "sleep_durations"]  # fixtures
+__all__ = ["canary", "hub", "image_path", "runner", "sleep_durations"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-WEIGHT_FILE_NAMES = (
-    "w.pt",
-    "w.pth",
-    "w.bin",
-    "w.tar",
-    "w.ckpt",
-    "w.safetensors",
-    "w.npz",
-    "w.npy",
-    "w.pkl",
-)
 MODEL_FILE_NAMES = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
-# Texts of library messages that advise how to load such a file anyway.
-UNSAFE_ADVICE = re.compile(
-    r"weights_only|allow_pickle|trust_remote|add_safe_globals|trust the source|trust it", re.I
-)
 RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop', batch_size: 256",
     optim="lr: 3e-3, steps: 2",
     run="precision: fp32, save_every: 1",
 )
-
-
-class MaliciousPickle:
-    """An object whose pickle creates the canary when it is loaded."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return (open, (str(self.canary), "w"))
-
-
-def to_bytes(write: Callable[[io.BytesIO], object]) -> bytes:
-    stream = io.BytesIO()
-    write(stream)
-    return stream.getvalue()
-
-
-def tar_of_pickles(pickled: bytes) -> bytes:
-    """Return the oldest format of torch."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name in ("pickle", "tensors", "storages", "sys_info"):
-            member = tarfile.TarInfo(name)
-            member.size = len(pickled)
-            archive.addfile(member, io.BytesIO(pickled))
-    return stream.getvalue()
-
-
-def npz_with_pickle(pickled: bytes) -> bytes:
-    """Return an npz archive whose member is a pickle instead of an array."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("x.npy", pickled)
-    return stream.getvalue()
-
-
-def malicious_files(canary: Path) -> dict[str, bytes]:
-    """Return the same malicious object in every file format that can hold pickles."""
-    malicious = MaliciousPickle(canary)
-    tensors = {"head.weight": torch.zeros(2, 2), "trap": malicious}
-    objects = np.array([malicious], dtype=object)
-    save_legacy = functools.partial(torch.save, _use_new_zipfile_serialization=False)
-    return {
-        "protocol 0": pickle.dumps(malicious, 0),
-        "protocol 2": pickle.dumps(malicious, 2),
-        "protocol 4": pickle.dumps(malicious, 4),
-        "torch zip": to_bytes(lambda stream: torch.save(tensors, stream)),
-        "torch zip, no tensors": to_bytes(lambda stream: torch.save(malicious, stream)),
-        "torch before 1.6": to_bytes(lambda stream: save_legacy(tensors, stream)),
-        "torch tar": tar_of_pickles(pickle.dumps(malicious, 2)),
-        "npy of objects": to_bytes(lambda stream: np.save(stream, objects)),
-        "npz of objects": to_bytes(lambda stream: np.savez(stream, x=objects)),
-        "npz of a pickle": npz_with_pickle(pickle.dumps(malicious, 2)),
-        "joblib": to_bytes(lambda stream: joblib.dump(malicious, stream)),
-    }
-
-
-PICKLE_FORMATS = tuple(malicious_files(Path("canary")))
-
-
-class CommandRunner:
-    """Runs commands and checks that no pickle was loaded."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-        self.count = 0
-
-    def __call__(self, *arguments: object, codes: tuple[int, ...] = (4,)) -> str:
-        """Run a command. Returns: standard output and error."""
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code = cli.main([str(argument) for argument in arguments])
-        text = output.getvalue()
-        self.count += 1
-        assert not self.canary.exists(), arguments
-        assert code in codes, f"{arguments}: {code}\n{text}"
-        assert not re.search("Traceback|internal error", text), text
-        assert not UNSAFE_ADVICE.search(text), text
-        return text
-
-
-@pytest.fixture
-def canary(tmp_path: Path) -> Path:
-    return tmp_path / "canary"
-
-
-@pytest.fixture
-def runner(
-    canary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CommandRunner]:
-    # environment variables that turn safe defaults of the libraries off
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    monkeypatch.setenv("HF_DATASETS_TRUST_REMOTE_CODE", "1")
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    command_runner = CommandRunner(canary)
-    yield command_runner
-    assert not canary.exists()
 
 
 @pytest.fixture(scope="module")
@@ -181,58 +69,6 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(trained_run: Path, tmp_path: Path) -> Path:
     shutil.copytree(trained_run, tmp_path / "run")
     return tmp_path / "run"
-
-
-@pytest.fixture
-def image_path(tmp_path: Path) -> Path:
-    Image.new("RGB", (18, 18), (9, 90, 200)).save(tmp_path / "a.png")
-    return tmp_path / "a.png"
-
-
-def test_control_every_pickle_runs_code_when_loaded_unsafely(canary: Path) -> None:
-    """The control: the other tests would also pass with pickles that do nothing."""
-    unsafe_options = {"weights" + "_only": False}, {"allow" + "_pickle": True}
-
-    def load_with_torch(content: bytes) -> object:
-        path = canary.with_name("w.tar")  # torch reads its oldest format only from files
-        path.write_bytes(content)
-        return torch.load(path, **unsafe_options[0])
-
-    def load_with_numpy(content: bytes) -> object:
-        loaded = np.load(io.BytesIO(content), **unsafe_options[1])
-        return loaded["x"] if hasattr(loaded, "files") else loaded
-
-    readers: list[Callable[[bytes], object]] = [pickle.loads, load_with_torch, load_with_numpy]
-    readers.append(lambda content: joblib.load(io.BytesIO(content)))
-    for pickle_format, content in malicious_files(canary).items():
-        if pickle_format == "npz of a pickle":  # NumPy reads such a member as bytes
-            continue
-        for reader in readers:
-            with contextlib.suppress(Exception):
-                reader(content)
-        assert canary.exists(), pickle_format
-        canary.unlink()
-
-
-@pytest.mark.parametrize("pickle_format", PICKLE_FORMATS)
-def test_pickles_under_every_weight_name(
-    pickle_format: str,
-    runner: CommandRunner,
-    image_path: Path,
-    trained_run: Path,
-    fault: Callable[..., None],
-) -> None:
-    content = malicious_files(runner.canary)[pickle_format]
-    for name in WEIGHT_FILE_NAMES:
-        Path(name).write_bytes(content)
-        shutil.copy(trained_run / "model" / "config.json", "config.json")
-        text = runner("predict", name, image_path)
-        assert name in text
-    fault(
-        "A pickle that runs code, under the names of weights",
-        "the code never runs, the file is refused with 4, no advice to load it anyway",
-        f"{len(PICKLE_FORMATS)} formats × {len(WEIGHT_FILE_NAMES)} names",
-    )
 
 
 COMMANDS: dict[str, tuple[tuple[int, ...], str]] = {
@@ -342,31 +178,6 @@ def test_checkpoints(
         "Files of checkpoints that are pickles",
         "the code never runs, --resume ends with 4, also with a matching manifest",
         f"{len(names)} files × 2 formats, with and without a matching manifest",
-    )
-
-
-def test_pickles_in_the_feature_cache(
-    runner: CommandRunner,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fault: Callable[..., None],
-) -> None:
-    folder, key = tmp_path / "features", "0" * 64
-    folder.mkdir()
-    for pickle_format in PICKLE_FORMATS:
-        content = malicious_files(runner.canary)[pickle_format]
-        path = folder / f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.npy"
-        path.write_bytes(content)
-        assert read_cached_features(folder, key, num_images=1) is None, pickle_format
-        assert not runner.canary.exists(), pickle_format
-        path.unlink(missing_ok=True)
-    messages = capsys.readouterr().err
-    assert messages.count("is damaged") == len(PICKLE_FORMATS)
-    assert not UNSAFE_ADVICE.search(messages), messages
-    fault(
-        "A pickle in the feature cache, with its own sha256 in the name",
-        "the code never runs, the features are computed again",
-        f"{len(PICKLE_FORMATS)} formats",
     )
 
 

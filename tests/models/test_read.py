@@ -1,6 +1,6 @@
 """models/weights/read.py: files that are damaged or would exhaust memory.
 
-Files that would run code are tested in tests/faults/test_pickles.py.
+Files that would run code are tested in test_pickled_weights.py.
 """
 
 from __future__ import annotations

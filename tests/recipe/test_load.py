@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from recipe_texts import BASE_RECIPE
+from refusals import refused
 
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
@@ -35,6 +36,12 @@ class TestLoading:
         assert parse_recipe("\ufeff" + BASE_RECIPE) == plain
         assert parse_recipe(BASE_RECIPE.replace("\n", "\r\n")) == plain
         assert parse_recipe(json.dumps(yaml.safe_load(BASE_RECIPE))) == plain
+
+    def test_a_recipe_with_a_secret_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_API_KEY", "canary0wandb0key0f00d")
+        with refused("recipe.holds_secret", "recipe", "HF_TOKEN") as caught:
+            parse_recipe(BASE_RECIPE, overrides=["run.note=canary0wandb0key0f00d"])
+        assert "canary" not in str(caught.value)
 
     def test_recipe_is_frozen(self) -> None:
         recipe = parse_recipe(BASE_RECIPE)

@@ -8,12 +8,14 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_runs import child_exit_code, fork_process
 from logs import logged
 from refusals import refused
 
@@ -43,6 +45,41 @@ def test_second_owner_is_refused_with_the_first_ones_pid(run: RunDir) -> None:
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    """The kernel lock belongs to the process, so it cannot separate two runs in one process."""
+    first = RunDir(tmp_path / "run")
+    first.open()
+    (tmp_path / "other").mkdir()
+    for name in ("run", "other/../run"):
+        with refused("setup.in_use", tmp_path / name, os.getpid()):
+            RunDir(tmp_path / name).open()
+    exit_code = child_exit_code(lambda: RunDir(tmp_path / "run").open())
+    assert exit_code == 5, "the refused run has dropped the lock"
+    first.close()
+    first.open()
+    first.close()
+
+
+def test_open_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:
+    """A restarted rank 0 may start while the previous one, perhaps elsewhere, still ends."""
+    run, (reader, writer) = RunDir(tmp_path / "run"), os.pipe()
+
+    def hold_for_two_seconds() -> None:
+        run_dir = RunDir(run.path)
+        run_dir.open()
+        os.write(writer, b"!")
+        time.sleep(2)
+
+    with tempfile.TemporaryFile() as output:
+        first = fork_process(hold_for_two_seconds, output.fileno())
+    assert os.read(reader, 1) == b"!"
+    with refused("setup.in_use", run.path, first):
+        run.open(timeout_seconds=0.3)
+    run.open(timeout_seconds=60)
+    run.close()
+    os.waitpid(first, 0)
 
 
 def test_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:

@@ -28,6 +28,18 @@ def test_environment_is_json_serializable() -> None:
     assert environment["device"]["type"] == "cpu"
 
 
+def test_the_recorded_command_line_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary0wandb0key0f00d")
+    secrets = [
+        "--token=hf_CanaryThatMustBeSeenNowhere",
+        "https://me:canary@hub/x",
+        "canary0wandb0key0f00d",
+    ]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/finetune", "train", "net.yaml", *secrets])
+    recorded = collect_environment(torch.device("cpu"), 1)["argv"]
+    assert recorded == ["finetune", "train", "net.yaml", "--token=***", "https://***@hub/x", "***"]
+
+
 @pytest.mark.parametrize(
     "capabilities, expected",
     [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx2": True}, "fp32")],

@@ -7,18 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 __all__ = ["NUM_EXAMPLES", "SCALARS", "VALUES", "fuzz"]
 
 MAX_SECONDS = 20.0  # for one example, on a busy machine
-QUICK_EXAMPLES = 80
-# The quick part tries the same few examples each time; the long part tries many, from a fixed seed.
-NUM_EXAMPLES = [
-    pytest.param(QUICK_EXAMPLES, id="quick"),
-    pytest.param(6000, id="long", marks=pytest.mark.faults),
-]
+NUM_EXAMPLES = 6000
 
 SCALARS = st.one_of(
     st.none(),
@@ -57,7 +51,6 @@ def fuzz(
         max_examples=num_examples,
         deadline=None,
         database=None,
-        derandomize=num_examples == QUICK_EXAMPLES,
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)

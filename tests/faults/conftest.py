@@ -1,10 +1,15 @@
-"""The finished run that several fault tests start from."""
+"""Every test here has the marker `faults`; and the finished run that several of them start from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests of this folder out of the default suite."""
+    item.add_marker(pytest.mark.faults)
 
 
 @pytest.fixture(scope="session")

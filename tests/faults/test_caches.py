@@ -55,9 +55,9 @@ run: {precision: fp32, threads: 1, log_every: 1, test: false}
 """
 FROZEN_BACKBONE = ["model.freeze=backbone"]
 IMAGE_SIDE, NUM_IMAGES = 12, 24
+NUM_EXAMPLES = 5000
 IMAGE_BYTES = IMAGE_SIDE * IMAGE_SIDE * 3
 OTHER_UID = 12345
-LONG_TEST = pytest.mark.faults
 
 
 class CacheCase:
@@ -395,9 +395,7 @@ def test_three_runs_on_an_empty_cache(
     fault(FAULT, PROMISE)
 
 
-@pytest.mark.parametrize(
-    "size", [20_000, *(pytest.param(n, marks=LONG_TEST) for n in (4096, 60_000))]
-)
+@pytest.mark.parametrize("size", [4096, 20_000, 60_000])
 def test_a_full_cache_disk(size: int, case: CacheCase, fault: Callable[..., None]) -> None:
     mount_point = case.folder / "disk"
     mount_point.mkdir()
@@ -415,7 +413,7 @@ def test_a_full_cache_disk(size: int, case: CacheCase, fault: Callable[..., None
     fault(FAULT, PROMISE)
 
 
-@pytest.mark.parametrize("moment", ["rename", pytest.param("write", marks=LONG_TEST)])
+@pytest.mark.parametrize("moment", ["rename", "write"])
 def test_a_kill_while_the_cache_is_written(
     moment: str, case: CacheCase, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
@@ -487,13 +485,8 @@ def apply_byte_edits(body: bytes, edits: list[Any]) -> bytes:
     return body
 
 
-@pytest.mark.parametrize(
-    "num_examples",
-    [pytest.param(200, id="quick"), pytest.param(5000, id="long", marks=LONG_TEST)],
-)
 @pytest.mark.parametrize("kind", ["pixels", "features"])
 def test_fuzzed_cache_files(
-    num_examples: int,
     kind: str,
     copied_cache: CacheCase,
     monkeypatch: pytest.MonkeyPatch,
@@ -526,10 +519,9 @@ def test_fuzzed_cache_files(
 
     @seed(7)
     @settings(
-        max_examples=num_examples,
+        max_examples=NUM_EXAMPLES,
         deadline=None,
         database=None,
-        derandomize=num_examples == 200,
         suppress_health_check=list(HealthCheck),
     )
     @given(BYTE_EDITS)
@@ -546,9 +538,9 @@ def test_fuzzed_cache_files(
         num_damaged += bool(messages)
 
     check_one()
-    assert num_damaged > num_examples // 3
+    assert num_damaged > NUM_EXAMPLES // 3
     fault(
         f"fuzzing: cached {kind} with damaged bytes",
         "no wrong image or feature, and no exception other than FinetuneError",
-        f"{num_examples:,} examples, {num_damaged:,} of them detected as damaged",
+        f"{NUM_EXAMPLES:,} examples, {num_damaged:,} of them detected as damaged",
     )

@@ -201,7 +201,6 @@ def test_a_changed_micro_batch_continues_with_the_same_samples(
     )
 
 
-@pytest.mark.faults
 def test_more_processes_continue_with_the_same_samples(
     recipe: Callable[..., Recipe],
     stopped_run: Callable[..., Path],
@@ -227,7 +226,6 @@ def test_more_processes_continue_with_the_same_samples(
     )
 
 
-@pytest.mark.faults
 def test_fewer_processes_continue_with_the_same_samples(
     recipe: Callable[..., Recipe], tmp_path: Path, fault
 ) -> None:

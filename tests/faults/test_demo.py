@@ -42,7 +42,7 @@ DISABLE_PROTECTION = {
 }
 PROTECTED = [
     pytest.param(True, id="protected"),
-    pytest.param(False, id="unprotected", marks=pytest.mark.faults),
+    pytest.param(False, id="unprotected"),
 ]
 Fault = Callable[..., None]
 
@@ -137,7 +137,6 @@ def test_dns_rebinding_is_refused(
         fault("demo: DNS rebinding, reading and sending", "400")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
 def test_uploads_are_limited_in_total(
     model: str, tmp_path: Path, protected: bool, fault: Fault
@@ -168,7 +167,6 @@ def test_uploads_are_limited_in_total(
     )
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
 def test_the_next_start_removes_uploads_of_a_killed_demo(
     model: str, tmp_path: Path, protected: bool, fault: Fault
@@ -209,7 +207,6 @@ def test_other_files_and_addresses_are_not_read(
     fault("demo: another file of this machine, a URL to fetch", "403")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("protected", [True, False])
 def test_the_page_cannot_be_framed(
     request: pytest.FixtureRequest, protected: bool, fault: Fault

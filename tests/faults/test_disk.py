@@ -99,13 +99,9 @@ def check_resumes(out: Path, finished_run: Path) -> None:
 # KiB: the disk is full at the recipe, the record, checkpoint 1, 2 and 3, and the model
 DISK_SIZES = [4, 8, 12, 16, 20, 40, 200, 300, 400, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]
 DISK_SIZES += [1440, 1480, 1500, 1520, 1540, 1560]
-QUICK_SIZES = {8, 300, 1000, 1500}
 
 
-@pytest.mark.parametrize(
-    "kibibytes",
-    [pytest.param(n, marks=[] if n in QUICK_SIZES else [pytest.mark.faults]) for n in DISK_SIZES],
-)
+@pytest.mark.parametrize("kibibytes", DISK_SIZES)
 def test_a_disk_that_becomes_full(kibibytes: int, finished_run: Path, disk: Disk, fault) -> None:
     disk.resize(kibibytes << 10)
     out = disk.path / "run"
@@ -159,7 +155,6 @@ def test_a_file_size_limit(kibibytes: int, finished_run: Path, tmp_path: Path, f
     fault("file size limit (RLIMIT_FSIZE)", FULL_DISK)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("kibibytes", [1, 100])
 def test_a_file_size_limit_on_two_processes(kibibytes: int, tmp_path: Path, fault) -> None:
     out, limited = tmp_path / "run", True
@@ -281,7 +276,6 @@ def test_other_output_on_a_full_disk(
     fault("disk full: predict, eval, report, export, sheet", COMMANDS)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("format", ["onnx", "torch"])
 def test_an_export_on_a_full_disk(format: str, finished_run: Path, disk: Disk, fault) -> None:
     disk.fill(except_bytes=16384)

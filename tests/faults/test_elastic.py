@@ -68,7 +68,6 @@ def check_same_training(run: Path, reference: Path) -> tuple[float, list[int]]:
 KILL_PLAN = [(3, 1, 8), (2, 0, 60), (3, 2, 6), (2, 1, 20), (3, 0, 40)]
 
 
-@pytest.mark.faults
 def test_a_run_continues_on_three_then_two_then_three_processes(tmp_path: Path, fault: Any) -> None:
     overrides = [*SETTINGS, "optim.lr=0.01", "optim.steps=32", "run.eval_every=32"]
     recipe = parse_recipe(RECIPE, overrides=[*overrides, "run.save_every=3"])
@@ -205,7 +204,6 @@ class MachineGroup:
         )
 
 
-@pytest.mark.faults
 def test_a_run_continues_on_three_then_two_then_three_machines(
     hosts: list[str], tmp_path: Path, fault: Any
 ) -> None:

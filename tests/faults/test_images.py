@@ -238,7 +238,6 @@ def test_large_images_are_refused_by_their_header(
     )
 
 
-@pytest.mark.faults
 def test_memory_of_the_largest_accepted_image(tmp_path: Path, fault: Callable[..., None]) -> None:
     size = (8_000, 8_000)
     files = {

@@ -86,14 +86,7 @@ def check_same_result(out: Path, reference: ReferenceRun) -> None:
     assert temporary_files(out) == []
 
 
-def numbered_trials(count: int, num_quick: int) -> list[Any]:
-    """Return the numbers of the trials; all but the quick ones are marked as long."""
-    return [
-        pytest.param(n, marks=[pytest.mark.faults] if n >= num_quick else []) for n in range(count)
-    ]
-
-
-@pytest.mark.parametrize("trial", numbered_trials(75, 3))
+@pytest.mark.parametrize("trial", range(75))
 def test_kill_at_a_kill_point(trial: int, reference: ReferenceRun, tmp_path: Path, fault) -> None:
     rng, out = random.Random(trial), tmp_path / "run"
     kill_at = rng.randrange(1, reference.num_kill_points + 1)
@@ -109,7 +102,7 @@ def test_kill_at_a_kill_point(trial: int, reference: ReferenceRun, tmp_path: Pat
     fault("SIGKILL of one process", PROMISE, "killed before and in file operations, steps, writes")
 
 
-@pytest.mark.parametrize("trial", numbered_trials(25, 1))
+@pytest.mark.parametrize("trial", range(25))
 def test_kill_at_a_random_time(trial: int, reference: ReferenceRun, tmp_path: Path, fault) -> None:
     rng, out = random.Random(1000 + trial), tmp_path / "run"
     with tempfile.TemporaryFile() as output:
@@ -122,7 +115,7 @@ def test_kill_at_a_random_time(trial: int, reference: ReferenceRun, tmp_path: Pa
     fault("SIGKILL of one process", PROMISE, "killed at random times")
 
 
-@pytest.mark.parametrize("trial", numbered_trials(5, 1))
+@pytest.mark.parametrize("trial", range(5))
 def test_control_without_keyed_augmentation(
     trial: int, reference: ReferenceRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
 ) -> None:
@@ -171,7 +164,6 @@ def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> ReferenceRun:
     )
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("trial", range(20))
 def test_kill_on_two_processes(
     trial: int, reference_of_two: ReferenceRun, tmp_path: Path, fault

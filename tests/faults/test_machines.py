@@ -81,7 +81,6 @@ def read_weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.faults
 def test_two_machines_match_one_process_and_survive_a_broken_link(
     hosts: list[str], tmp_path: Path, fault: Any
 ) -> None:

@@ -35,8 +35,6 @@ from finetune.cli.main import main
 sys.exit(main())
 """
 
-pytestmark = [pytest.mark.faults]
-
 
 class CommandResult(NamedTuple):
     """Result of a command: exit code, standard output and error, peak memory, seconds."""

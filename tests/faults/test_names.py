@@ -425,7 +425,6 @@ def test_hostile_names_survive_a_push(
     )
 
 
-@pytest.mark.faults
 def test_hostile_names_in_sheet_exports_and_space(
     in_trained_folder: Path, tmp_path: Path, fault: Callable[..., None]
 ) -> None:
@@ -456,7 +455,6 @@ def test_hostile_names_in_sheet_exports_and_space(
     )
 
 
-@pytest.mark.faults
 def test_hostile_names_in_the_served_demo(
     in_trained_folder: Path, fault: Callable[..., None]
 ) -> None:

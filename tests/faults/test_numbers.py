@@ -134,7 +134,6 @@ def test_a_skipped_step_does_not_change_batch_norm_statistics(tmp_path: Path, fa
     )
 
 
-@pytest.mark.faults
 def test_a_bad_loss_on_one_rank_of_two(tmp_path: Path, fault) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(PROGRAM)

@@ -56,10 +56,10 @@ def pause_and_continue(launch: Launch, pids: list[int]) -> None:
 @pytest.mark.parametrize(
     "num_processes, target",
     [
-        pytest.param(1, "all", id="one", marks=pytest.mark.faults),
-        pytest.param(2, "all", id="both-of-two", marks=pytest.mark.faults),
-        pytest.param(2, "rank 0", id="rank0-of-two", marks=pytest.mark.faults),
-        pytest.param(2, "rank 1", id="rank1-of-two", marks=pytest.mark.faults),
+        pytest.param(1, "all", id="one"),
+        pytest.param(2, "all", id="both-of-two"),
+        pytest.param(2, "rank 0", id="rank0-of-two"),
+        pytest.param(2, "rank 1", id="rank1-of-two"),
     ],
 )
 def test_a_paused_process_gives_the_same_result(
@@ -121,7 +121,6 @@ def train_with_hash_seeds(
     return out, {line for line in lines if line.startswith("hash: ")}
 
 
-@pytest.mark.faults
 def test_hash_seeds_do_not_change_the_result(tmp_path: Path, fault: Any) -> None:
     reference = train_uninterrupted(
         tmp_path, num_processes=2, extra_environment={"PYTHONHASHSEED": "0"}

@@ -50,10 +50,10 @@ def check_ended(launch: Launch, cause: str) -> None:
 @pytest.mark.parametrize(
     "launcher, rank",
     [
-        pytest.param("accelerate", 1, id="accelerate-rank1", marks=pytest.mark.faults),
-        pytest.param("accelerate", 0, id="accelerate-rank0", marks=pytest.mark.faults),
-        pytest.param("torchrun", 1, id="torchrun-rank1", marks=pytest.mark.faults),
-        pytest.param("torchrun", 0, id="torchrun-rank0", marks=pytest.mark.faults),
+        pytest.param("accelerate", 1, id="accelerate-rank1"),
+        pytest.param("accelerate", 0, id="accelerate-rank0"),
+        pytest.param("torchrun", 1, id="torchrun-rank1"),
+        pytest.param("torchrun", 0, id="torchrun-rank0"),
     ],
 )
 def test_the_other_ranks_end_when_one_is_killed(
@@ -80,7 +80,6 @@ FAILURES = {
 }
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("failure", list(FAILURES))
 def test_the_other_ranks_end_when_one_raises(
@@ -99,7 +98,6 @@ def test_the_other_ranks_end_when_one_raises(
     )
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_other_ranks_end_when_one_hangs(rank: int, tmp_path: Path, fault: Any) -> None:
     with launch_training(tmp_path, f"run.timeout_seconds={TIMEOUT_SECONDS}") as launch:
@@ -115,7 +113,6 @@ def test_the_other_ranks_end_when_one_hangs(rank: int, tmp_path: Path, fault: An
     )
 
 
-@pytest.mark.faults
 def test_an_error_of_all_ranks_is_printed_once(
     image_folder: Path, tmp_path: Path, fault: Any
 ) -> None:
@@ -128,7 +125,6 @@ def test_an_error_of_all_ranks_is_printed_once(
     fault("an image that no rank can read", "the error is printed once, not once per rank")
 
 
-@pytest.mark.faults
 def test_a_run_directory_in_use_is_reported_once(tmp_path: Path, fault: Any) -> None:
     with launch_training(tmp_path, launcher="python", name="first") as first:
         first.wait_for_steps()

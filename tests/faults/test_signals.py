@@ -51,7 +51,7 @@ def check_stopped(launch: Launch, codes: set[int]) -> None:
 
 
 def signal_cases() -> list[Any]:
-    """Return all combinations of launcher, processes, target and signal; one is quick."""
+    """Return all combinations of launcher, processes, target and signal."""
     cases = []
     for launcher in ("accelerate", "torchrun"):
         for num_processes in (1, 2):
@@ -59,12 +59,10 @@ def signal_cases() -> list[Any]:
             for target in targets:
                 for signal_number in (signal.SIGTERM, signal.SIGINT):
                     case = (launcher, num_processes, target, signal_number)
-                    is_quick = case == ("accelerate", 2, "rank 1", signal.SIGTERM)
-                    marks = () if is_quick else (pytest.mark.faults,)
                     name = (
                         f"{launcher}-{num_processes}-{target.replace(' ', '')}-{signal_number.name}"
                     )
-                    cases.append(pytest.param(*case, marks=marks, id=name))
+                    cases.append(pytest.param(*case, id=name))
     return cases
 
 
@@ -89,7 +87,6 @@ def test_a_signal_stops_every_rank_at_the_same_step(
     fault(FAULT, PROMISE)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_all_processes_by_a_scheduler(
     signal_number: signal.Signals, tmp_path: Path, fault: Any
@@ -114,7 +111,6 @@ def test_a_signal_to_all_processes_by_a_scheduler(
     )
 
 
-@pytest.mark.faults
 def test_a_closed_terminal_stops_the_run(tmp_path: Path, fault: Any) -> None:
     """After that every write to the terminal fails, and the run logs often."""
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
@@ -139,7 +135,6 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path, fault: Any) -> None:
     fault("the terminal is closed", "the run saves its state; run.json says 129")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_workers_stop_when_the_launcher_is_killed(
@@ -182,7 +177,6 @@ def load_factor() -> float:
     [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
     ids=["SIGTERM-SIGINT", "SIGINT-SIGTERM"],
 )
-@pytest.mark.faults
 def test_a_second_signal_ends_the_process_without_saving(
     signals: tuple[signal.Signals, ...], tmp_path: Path, fault: Any
 ) -> None:
@@ -205,7 +199,6 @@ def test_a_second_signal_ends_the_process_without_saving(
     fault("a second signal", "ends the process immediately, without saving")
 
 
-@pytest.mark.faults
 def test_a_signal_before_the_first_step(tmp_path: Path, fault: Any) -> None:
     with launch_training(tmp_path, launcher="accelerate", num_processes=2) as launch:
         launch.wait_until(lambda: (launch.out / "run.json").exists(), "run.json")

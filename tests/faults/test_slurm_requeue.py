@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from launches import Launch, finetune_tracebacks, process_command, verified_steps
 from slurm_jobs import requeue_requests, submit
 
@@ -31,7 +30,6 @@ def signal_all_tasks(launch: Launch, *signals: signal.Signals) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.faults
 def test_a_requeued_and_a_preempted_job_continue(submit: Any, tmp_path: Path, fault: Any) -> None:
     with submit(*SETTINGS) as first:
         first.wait_for_steps()

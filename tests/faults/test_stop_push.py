@@ -33,7 +33,6 @@ STORAGE_FAULTS: dict[str, tuple[list[tuple[str, str]], bool]] = {
     "Xet storage 500": ([("/cas/", "status")], True),
     "Xet storage hanging": ([("/cas/", "hang")], True),
 }
-QUICK_FAULTS = ("no Xet, slow",)
 
 
 class PushProcess:
@@ -114,12 +113,11 @@ def start_push(storage_fault: str, tmp_path: Path) -> Iterator[PushProcess]:
 
 
 def all_trials() -> list[Any]:
-    """Return all trials of all storage faults; one trial of one of them is quick."""
+    """Return all trials of all storage faults."""
     return [
         pytest.param(
             storage_fault,
             n,
-            marks=[] if n == 0 and storage_fault in QUICK_FAULTS else [pytest.mark.faults],
             id=f"{storage_fault}-{n}",
         )
         for storage_fault in STORAGE_FAULTS
@@ -185,7 +183,6 @@ def test_a_second_signal_abandons_a_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trial", range(NUM_TRIALS))
-@pytest.mark.faults
 def test_a_killed_push_commits_all_or_nothing(
     trial: int, tmp_path: Path, fault: Callable[..., None]
 ) -> None:
@@ -208,7 +205,6 @@ def test_a_killed_push_commits_all_or_nothing(
     fault("SIGKILL at any time of a push", "no process is left; the next push makes one commit")
 
 
-@pytest.mark.faults
 def test_a_push_to_a_hanging_hub_keeps_logging(tmp_path: Path, fault: Callable[..., None]) -> None:
     with start_push("Xet storage hanging", tmp_path) as push:
         wait_until(lambda: push.hub.count("/cas/"), seconds=60)
@@ -228,7 +224,7 @@ def test_a_push_to_a_hanging_hub_keeps_logging(tmp_path: Path, fault: Callable[.
     )
 
 
-@pytest.mark.parametrize("victim", [pytest.param("parent", marks=pytest.mark.faults), "subprocess"])
+@pytest.mark.parametrize("victim", ["parent", "subprocess"])
 def test_a_push_ends_if_one_of_its_processes_is_killed(tmp_path: Path, victim: str) -> None:
     with start_push("Xet storage hanging", tmp_path) as push:
         wait_until(lambda: push.hub.count("/cas/"), seconds=60)

@@ -103,13 +103,9 @@ def files_that_contain(folder: Path, text: bytes) -> list[str]:
 
 
 CLOSED_STREAMS = ["0<&- 1>&- 2>&-", "0<&-", "1>&-", "2>&-"]
-LONG_TEST = pytest.mark.faults
 
 
-@pytest.mark.parametrize(
-    "redirection",
-    [CLOSED_STREAMS[0], *(pytest.param(one, marks=LONG_TEST) for one in CLOSED_STREAMS[1:])],
-)
+@pytest.mark.parametrize("redirection", CLOSED_STREAMS)
 def test_train_with_closed_streams(
     redirection: str, finished_run_folder: Path, tmp_path: Path, fault: Any
 ) -> None:
@@ -127,7 +123,6 @@ def test_train_with_closed_streams(
     )
 
 
-@pytest.mark.faults
 def test_control_library_output_goes_to_a_file_of_the_run(
     finished_run_folder: Path, tmp_path: Path, fault: Any
 ) -> None:
@@ -147,18 +142,13 @@ def test_control_library_output_goes_to_a_file_of_the_run(
     )
 
 
-@pytest.mark.parametrize(
-    "redirection",
-    [CLOSED_STREAMS[0], *(pytest.param(one, marks=LONG_TEST) for one in CLOSED_STREAMS[1:])],
-)
+@pytest.mark.parametrize("redirection", CLOSED_STREAMS)
 @pytest.mark.parametrize(
     "command, output_name",
     [
-        pytest.param(
-            "predict run images --out {out}/a.csv", "a.csv", id="predict", marks=LONG_TEST
-        ),
-        pytest.param("eval run --out {out}/e", "e/results.json", id="eval", marks=LONG_TEST),
-        pytest.param("report run --out {out}/r.html", "r.html", id="report", marks=LONG_TEST),
+        pytest.param("predict run images --out {out}/a.csv", "a.csv", id="predict"),
+        pytest.param("eval run --out {out}/e", "e/results.json", id="eval"),
+        pytest.param("report run --out {out}/r.html", "r.html", id="report"),
     ],
 )
 def test_commands_with_closed_streams(
@@ -185,24 +175,11 @@ COMMANDS_WITH_OUTPUT = [
     "probe run --data embedded:digits --shots 1 --seeds 1 --json",
     *("report run", "trian"),
 ]
-QUICK_PIPES = (
-    (COMMANDS_WITH_OUTPUT[0], "| head -1"),
-    (COMMANDS_WITH_OUTPUT[1], "| head -1"),
-    (COMMANDS_WITH_OUTPUT[1], "| true"),
-)
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=LONG_TEST)])
-@pytest.mark.parametrize(
-    "command, redirection",
-    [
-        pytest.param(
-            command, redirection, marks=[] if (command, redirection) in QUICK_PIPES else [LONG_TEST]
-        )
-        for command in COMMANDS_WITH_OUTPUT
-        for redirection in ("| head -1", "| true")
-    ],
-)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("redirection", ["| head -1", "| true"])
+@pytest.mark.parametrize("command", COMMANDS_WITH_OUTPUT)
 def test_a_pipe_reader_that_exits_early(
     command: str, redirection: str, unbuffered: str, finished_run_folder: Path, fault: Any
 ) -> None:
@@ -220,7 +197,7 @@ def test_a_pipe_reader_that_exits_early(
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=LONG_TEST)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_is_complete_or_an_error(
     unbuffered: str, finished_run_folder: Path, tmp_path: Path, fault: Any
 ) -> None:

@@ -164,11 +164,7 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "failures", [FAILURES[-3:-2], pytest.param(FAILURES, marks=pytest.mark.faults)]
-)
 def test_no_secret_in_a_push(
-    failures: list[tuple[str, int, int]],
     hub: HubServer,
     run_command: CommandRunner,
     run_dir: Path,
@@ -176,7 +172,7 @@ def test_no_secret_in_a_push(
     fault: Callable[..., None],
 ) -> None:
     """The hub fails and repeats the request header, as careless servers do."""
-    for pattern, status, code in failures:
+    for pattern, status, code in FAILURES:
         hub.fail(pattern, status=status, times=None, echo=True, retry_after=0)
         run_command("push", run_dir, "alice/net", code=code)
         hub.faults.clear()
@@ -229,9 +225,7 @@ def test_no_secret_from_a_signed_url(
     )
 
 
-@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_no_secret_when_reading_private_repositories(
-    thorough: bool,
     hub: HubServer,
     run_command: CommandRunner,
     run_dir: Path,
@@ -241,22 +235,21 @@ def test_no_secret_when_reading_private_repositories(
     files = {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     hub.add_repo("alice/net", files, private=True)
     hub.add_repo("alice/set", {"README.md": b"# none\n"}, kind="dataset", private=True)
-    for status in (401, 403, 404, 429, 500) if thorough else (403,):
+    for status in (401, 403, 404, 429, 500):
         hub.fail(".*", status=status, times=None, echo=True)
         run_command("predict", "hf-hub:alice/net", "a.png", code=(4, 7))
         run_command("info", "hf-hub:alice/net", code=(4, 7))
         run_command("data", "info", "hub:alice/set", code=(3, 7))
         run_command("eval", "hf-hub:alice/net", "--data", "hub:alice/set", code=(3, 4, 7))
         hub.faults.clear()
-    for kind in ("reset", "truncate", "corrupt") if thorough else ():
+    for kind in ("reset", "truncate", "corrupt"):
         hub.fail("resolve", kind=kind, times=None)
         run_command("predict", "hf-hub:alice/net", "a.png", code=7)
         hub.faults.clear()
     run_command("predict", "hf-hub:alice/net", "a.png", "--out", "p.csv")
-    if thorough:
-        run_command("eval", "hf-hub:alice/net", "--data", "embedded:digits", "--out", "measured")
-        run_command("export", "hf-hub:alice/net", "--format", "torch", "--out", "net.pt2")
-        run_command("report", run_dir)
+    run_command("eval", "hf-hub:alice/net", "--data", "embedded:digits", "--out", "measured")
+    run_command("export", "hf-hub:alice/net", "--format", "torch", "--out", "net.pt2")
+    run_command("report", run_dir)
     files_searched = check_no_secrets(tmp_path)
     fault(
         "Tokens: predict, info, eval, data, export and report with private repositories",
@@ -378,7 +371,6 @@ def run_and_inspect(arguments: list[str], environment: dict[str, str]) -> tuple[
     return process.returncode, text, len(process_ids)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("token_source", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_no_secret_in_any_process(
@@ -424,7 +416,6 @@ def test_no_secret_in_any_process(
     )
 
 
-@pytest.mark.faults
 def test_no_secret_from_addresses_with_passwords(
     trained_run: Path, tmp_path: Path, fault: Any
 ) -> None:

@@ -147,7 +147,6 @@ def test_workers_do_not_outlive_their_rank(
     fault("a rank is killed while its data worker hangs", "the worker ends with it")
 
 
-@pytest.mark.faults
 def test_a_killed_worker_of_one_rank_ends_all_ranks(
     image_folder: Path, tmp_path: Path, fault: Any
 ) -> None:

@@ -24,6 +24,8 @@ from finetune.inference import Classifier
 from finetune.model_checksums import add_checksums
 from finetune.models.build import build_model
 from finetune.models.save import save_model
+from finetune.recipe.load import parse_recipe
+from finetune.training.train import train
 
 NANO = "embedded:vit_nano"
 pytestmark = pytest.mark.usefixtures("equal_exports_run_once")
@@ -49,8 +51,11 @@ def exported(
 
 
 @pytest.fixture
-def fake_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the exporter by the model itself, for tests of everything else."""
+def fake_export(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Replace the exporter by the model itself, for tests of everything else.
+
+    Returns: the exported models.
+    """
     models: list[nn.Module] = []
 
     def save(model: nn.Module, example: Tensor, path: Path, *_: str) -> int:
@@ -60,6 +65,7 @@ def fake_export(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(export_module, "export_network", save)
     monkeypatch.setattr(export_module, "load_exported", lambda path, format: models[-1])
+    return models
 
 
 @pytest.fixture
@@ -244,6 +250,23 @@ def test_temperature_is_exported(fake_export: None, run_of_folder: Path, tmp_pat
     assert json.loads(Path(result["preprocessing"]).read_text("utf-8"))["temperature"] == 1.75
 
 
+def test_adapter_is_merged(fake_export: list[nn.Module], tmp_path: Path, no_plots: None) -> None:
+    recipe = parse_recipe(f"""
+model: {{name: "{NANO}", adapter: {{rank: 2, targets: [attention]}}}}
+data: {{source: "embedded:digits", train: resize, eval: resize, num_train: 32, num_val: 10}}
+optim: {{lr: 1.0e-2, steps: 1}}
+run: {{test: false}}
+""")
+    train(recipe, tmp_path / "run")
+    assert (tmp_path / "run/model/adapter").is_dir()
+    export_model(str(tmp_path / "run"), preprocessing=False, out=str(tmp_path))
+    [network] = fake_export
+    assert network.state_dict().keys() == build_model(NANO).model.state_dict().keys()
+    images = torch.randn(2, 3, 32, 32)
+    expected = Classifier.load(tmp_path / "run", device="cpu").logits(images)
+    torch.testing.assert_close(network(images), expected, atol=1e-5, rtol=0)
+
+
 def test_another_image_size_ignores_the_runs_eval_transform(
     fake_export: None, run_of_folder: Path, tmp_path: Path
 ) -> None:
@@ -346,17 +369,10 @@ ARCHITECTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "convnext_atto": (64, {"depths": [1, 1, 1, 1], "dims": [8, 16, 16, 16]}),
     "swin_tiny_patch4_window7_224": (32, SWIN),
 }
-SLOW_ARCHITECTURES = ("vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=[pytest.mark.faults] * (name in SLOW_ARCHITECTURES))
-        for name in ARCHITECTURES
-    ],
-)
+@pytest.mark.faults  # the small sibling exports every kind of layer: test_export_formats.py
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_exports_of_other_architectures_match(architecture: str, tmp_path: Path) -> None:
     size, args = ARCHITECTURES[architecture]
     built = build_model(

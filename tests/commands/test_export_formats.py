@@ -26,18 +26,21 @@ FORMATS = ("onnx", "torch")
 
 
 class SmallModel(nn.Module):
-    """A small model with convolution and attention, which exercises both exporters."""
+    """Convolution, both normalizations, pooling and attention, which exercise both exporters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.patches, self.pool = nn.Conv2d(3, 8, 2, 2), nn.MaxPool2d(2)
+        self.batch_norm, self.layer_norm = nn.BatchNorm2d(8), nn.LayerNorm(8)
         self.head = nn.Linear(8, 5)
+        nn.init.normal_(self.batch_norm.running_mean)
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        maps = self.pool(self.batch_norm(self.patches(images)).relu())
+        tokens = self.layer_norm(maps.flatten(2).transpose(1, 2))
         heads = tokens[:, None]
         mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
-        return self.head(mixed.mean(1))
+        return self.head(nn.functional.gelu(mixed).mean(1))
 
 
 class FixedBatchModel(SmallModel):
@@ -54,42 +57,34 @@ def export(format: str, folder: Path, model: nn.Module) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_any_batch_size_gives_the_models_logits_silently(
+def test_export_is_silent_valid_and_without_local_paths(
     format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = SmallModel()
-    path = export(format, tmp_path, model)
+    model, path = SmallModel().eval(), tmp_path / f"small{exporters.SUFFIXES[format]}"
+    opset = export_network(model, torch.zeros(2, 3, 8, 8), path, "small", format)
     run = load_exported(path, format)
     for batch_size in (1, 2, 7):
         images = torch.randn(batch_size, 3, 8, 8)
         actual = run(images)
         assert actual.shape == (batch_size, 5)
         assert actual.dtype == torch.float32
-        # other kernels sum in another order: float32 rounding of values below 1
-        torch.testing.assert_close(actual, model(images), atol=1e-6, rtol=0)
+        # other kernels sum in another order: float32 rounding of values below 3
+        torch.testing.assert_close(actual, model(images), atol=2e-6, rtol=0)
     assert capfd.readouterr() == ("", "")
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_exported_file_contains_no_local_paths(format: str, tmp_path: Path) -> None:
-    content = export(format, tmp_path, SmallModel()).read_bytes()
+    content = path.read_bytes()
     for folder in (Path(__file__).parents[2], Path(torch.__file__).parents[1], Path(sys.prefix)):
         assert str(folder).encode() not in content
+    if format == "onnx":
+        check_onnx(path, opset)
 
 
-def test_onnx_file_is_valid_and_names_inputs_and_outputs(tmp_path: Path) -> None:
-    path = tmp_path / "small.onnx"
-    opset = export_network(SmallModel().eval(), torch.zeros(2, 3, 8, 8), path, "small", "onnx")
+def check_onnx(path: Path, opset: int | None) -> None:
+    """Check the file with ONNX's own checker, and its opset, inputs and outputs."""
     onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(path)
-    assert (
-        opset
-        == next(
-            opset_import.version for opset_import in model.opset_import if not opset_import.domain
-        )
-        >= 18
-    )
+    [version] = [each.version for each in model.opset_import if not each.domain]
+    assert opset == version >= 18
     (images,), (logits,) = model.graph.input, model.graph.output
     shape = [dim.dim_param or dim.dim_value for dim in images.type.tensor_type.shape.dim]
     assert (images.name, shape) == ("images", ["batch", 3, 8, 8])
@@ -101,7 +96,7 @@ def test_weights_too_large_for_a_protobuf_go_into_a_second_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporters, "MAX_PROTOBUF_BYTES", 0)
-    model = SmallModel()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
     path = export("onnx", tmp_path, model)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["small.onnx", "small.onnx.data"]
     images = torch.randn(3, 3, 8, 8)

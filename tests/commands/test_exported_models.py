@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+import torch
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -21,6 +23,7 @@ from finetune.commands.compare import compare_models, format_comparison
 from finetune.commands.evaluate import evaluate_model, format_evaluation
 from finetune.commands.export import export_model
 from finetune.commands.predict import predict
+from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.inference import Classifier
 from finetune.recipe.load import parse_recipe
@@ -36,6 +39,18 @@ TASKS = {
         MULTILABEL, source="embedded:digit_pairs", optim="lr: 5e-3, steps: 40", width=48
     ),
 }
+
+
+CASES = pytest.mark.parametrize(
+    "task, preprocessing",
+    [
+        ("multiclass", True),
+        ("multiclass", False),
+        ("multilabel", True),
+        # repeats the path of the two before it
+        pytest.param("multilabel", False, marks=pytest.mark.faults),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +79,7 @@ def run_of(file: Path) -> str:
     return str(file.parents[1] / "run")
 
 
-@pytest.mark.parametrize("preprocessing", [True, False])
-@pytest.mark.parametrize("task", TASKS)
+@CASES
 def test_eval_gives_the_figures_of_the_run(
     task: str, preprocessing: bool, exports: Callable[..., Path]
 ) -> None:
@@ -100,8 +114,7 @@ def test_a_temperature_that_was_fitted_on_the_same_split_is_said(
         assert is_said == (split == "test")
 
 
-@pytest.mark.parametrize("preprocessing", [True, False])
-@pytest.mark.parametrize("task", TASKS)
+@CASES
 def test_predict_gives_the_answers_of_the_run(
     task: str, preprocessing: bool, exports: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -139,6 +152,53 @@ def test_int8_file_is_measured_itself(exports: Callable[..., Path]) -> None:
     assert result["b"]["size_bytes"] == file.stat().st_size
     assert result["b"]["latency_ms"] > 0
     assert "B           –" in format_comparison(result, out=None)
+
+
+def correct_images(file: Path) -> np.ndarray:
+    """Return for each validation image whether a multi-label file has all labels right."""
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    thresholds = json.loads(session.get_modelmeta().custom_metadata_map["thresholds"])
+    split = open_data(parse_recipe(TASKS["multilabel"]).data, 0).splits["val"]
+    correct = []
+    for index, label in enumerate(split.labels):
+        [[probabilities]] = session.run(None, {"image": np.array(split.decode(index))[None]})
+        correct.append(bool(((probabilities >= thresholds) == label).all()))
+    return np.array(correct)
+
+
+def test_int8_file_is_right_on_a_multilabel_image_if_all_labels_are(
+    exports: Callable[..., Path],
+) -> None:
+    file = exports("multilabel", precision="int8", max_drop=100)
+    reduced = json.loads((file.parent / "certificate.json").read_text())["export"]["reduced"]
+    assert reduced["float_layers"] == []
+    accuracy = correct_images(file).mean()
+    assert 0 < accuracy < 1
+    assert reduced["accuracy"] == pytest.approx(accuracy, abs=0.02)
+    assert reduced["accuracy_float"] == pytest.approx(
+        correct_images(exports("multilabel", preprocessing=True)).mean(), abs=0.02
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_temperature_and_sigmoid_are_in_the_graph(task: str, exports: Callable[..., Path]) -> None:
+    file = exports(task, preprocessing=True)
+    classifier = Classifier.load(run_of(file), device="cpu")
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    prepared = classifier.pipeline([torch.from_numpy(pixels).permute(2, 0, 1)])
+    logits_K = classifier.logits(prepared)[0]
+    config = json.loads((file.parents[1] / "run/model/config.json").read_text())
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    [[actual]] = session.run(["probabilities"], {"image": pixels[None]})
+    if task == "multilabel":
+        expected = logits_K.sigmoid()
+        thresholds = json.loads(session.get_modelmeta().custom_metadata_map["thresholds"])
+        assert thresholds == config["calibration"]["thresholds"]
+    else:
+        temperature = config["calibration"]["temperature"]
+        assert abs(temperature - 1) > 0.01
+        expected = (logits_K / temperature).softmax(0)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", [{"tta": "flip"}, {"corrupt": "noise:3"}])

@@ -19,35 +19,41 @@ from small_datasets import write_image_folder
 
 from finetune.commands.export import export_model, format_export
 from finetune.commands.reduced_precision import open_reduced_precision
-from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.models.build import build_model
 from finetune.models.save import save_model
-from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
-RECIPE = """
-model: {name: "embedded:vit_nano", freeze: backbone}
-data: {source: "embedded:digits", train: resize, eval: resize, val_fraction: 0.3}
-optim: {lr: 1.0e-2, epochs: 10}
-"""
+RECIPE = tiny_recipe_text(
+    "train: resize, eval: resize, val_fraction: 0.3",
+    optim="lr: 1e-2, steps: 150",
+    size=8,
+    width=48,
+)
 
 
 @pytest.fixture(scope="module")
-def digits_run(
-    tmp_path_factory: pytest.TempPathFactory, no_plots: None, equal_exports_run_once: None
-) -> Path:
+def digits_run(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Path:
     """A run whose classifier has about 82 % accuracy on digits."""
     folder = tmp_path_factory.mktemp("digits")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    train(load_recipe(folder / "recipe.yaml"), out=folder / "run")
+    train(parse_recipe(RECIPE), out=folder / "run")
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def int8(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def sensitive_run(
+    digits_run: Path, tmp_path_factory: pytest.TempPathFactory, equal_exports_run_once: None
+) -> Path:
+    """The run with one layer that INT8 would damage."""
+    copy = tmp_path_factory.mktemp("sensitive") / "run"
+    return with_outliers(digits_run, copy, 3, only="blocks.0.norm2")
+
+
+@pytest.fixture(scope="module")
+def int8(sensitive_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("int8")
-    return export_model(str(digits_run), out=str(out), precision="int8")
+    return export_model(str(sensitive_run), out=str(out), precision="int8")
 
 
 def with_outliers(run: Path, copy: Path, channel: int, only: str = "") -> Path:
@@ -99,11 +105,12 @@ def probabilities(session: onnxruntime.InferenceSession, image: np.ndarray) -> n
 
 
 def test_int8_file_is_small_and_keeps_accuracy_and_metadata(
-    digits_run: Path, int8: dict[str, Any], tmp_path: Path
+    sensitive_run: Path, int8: dict[str, Any], tmp_path: Path
 ) -> None:
-    float_file = export_model(str(digits_run), out=str(tmp_path))["file"]
-    assert os.path.getsize(int8["file"]) < 0.35 * os.path.getsize(float_file)
+    float_file = export_model(str(sensitive_run), out=str(tmp_path))["file"]
+    assert int8["bytes"] == os.path.getsize(int8["file"]) < 0.65 * os.path.getsize(float_file)
     assert abs(accuracy(int8["file"]) - accuracy(float_file)) < 0.02
+    assert accuracy(int8["file"]) > 0.75
     metadata, float_metadata = (
         onnxruntime.InferenceSession(file).get_modelmeta().custom_metadata_map
         for file in (int8["file"], float_file)
@@ -142,67 +149,51 @@ def test_layers_with_weights_are_in_int8_and_the_preprocessing_is_not(int8: dict
                 num_quantized += 1
     reduced = int8["reduced"]
     assert num_quantized == reduced["num_layers"] - len(reduced["float_layers"])
-    # patch embedding, four layers in each of four blocks, classifier
-    assert reduced["num_layers"] == 18
+    assert reduced["num_layers"] == 6  # patch embedding, four layers of a block, classifier
 
 
-@pytest.mark.parametrize(
-    "channel", [0, *(pytest.param(each, marks=pytest.mark.faults) for each in range(5, 100, 5))]
-)
+def test_one_sensitive_layer_stays_in_float_and_is_listed(int8: dict[str, Any]) -> None:
+    assert int8["reduced"]["float_layers"] == ["blocks.0.mlp.fc1"]
+    assert "1 of 6 layers stay in float: blocks.0.mlp.fc1" in format_export(int8)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("channel", range(0, 48, 3))
 def test_network_that_collapses_is_refused_and_not_written(
     channel: int, digits_run: Path, tmp_path: Path
 ) -> None:
     run = with_outliers(digits_run, tmp_path / "run", channel)
     out = tmp_path / "out"
-    # the first 200 of 539 images suffice
+    # the first 200 of 434 images suffice
     with refused("weights.accuracy_drop", "int8", "on 200 validation", "limit 0.5", "points"):
         export_model(str(run), out=str(out), precision="int8")
     assert not os.listdir(out)
 
 
-def test_one_sensitive_layer_stays_in_float_and_is_listed(digits_run: Path, tmp_path: Path) -> None:
-    run = with_outliers(digits_run, tmp_path / "run", 3, only="blocks.1.norm2")
-    exported = export_model(str(run), out=str(tmp_path), precision="int8")
-    assert "blocks.1.mlp.fc1" in exported["reduced"]["float_layers"]
-    assert len(exported["reduced"]["float_layers"]) <= 6
-    assert "blocks.1.mlp.fc1" in format_export(exported)
-    assert accuracy(exported["file"]) > 0.75
+@pytest.mark.parametrize("precision, words", [("int8", "with 2 of 6 layers"), ("fp16", "points")])
+def test_max_drop_is_the_limit(
+    precision: Any, words: str, sensitive_run: Path, tmp_path: Path
+) -> None:
+    """INT8 is tried with more and more layers in float; 200 of 434 images suffice each time."""
+    named = (precision, "on 200 validation images", "limit -100", words, "not written")
+    with refused("weights.accuracy_drop", *named):
+        export_model(str(sensitive_run), out=str(tmp_path), precision=precision, max_drop=-100)
+    assert not os.listdir(tmp_path)
 
 
-def test_fp16_halves_the_network(digits_run: Path, tmp_path: Path) -> None:
-    exported = export_model(str(digits_run), out=str(tmp_path), precision="fp16")
+def test_fp16_halves_the_network(sensitive_run: Path, tmp_path: Path) -> None:
+    exported = export_model(str(sensitive_run), out=str(tmp_path), precision="fp16")
     assert exported["reduced"]["precision"] == "fp16"
-    assert exported["bytes"] < 0.55 * exported["reduced"]["bytes_float"]
+    weights = [t for t in onnx.load(exported["file"]).graph.initializer if len(t.dims) > 1]
+    in_half = [len(t.raw_data) for t in weights if t.data_type == onnx.TensorProto.FLOAT16]
+    assert len(in_half) >= 6
+    assert 2 * sum(in_half) > 0.8 * exported["reduced"]["bytes_float"]
+    assert exported["bytes"] == os.path.getsize(exported["file"])
+    assert exported["bytes"] < 0.75 * exported["reduced"]["bytes_float"]
     session = onnxruntime.InferenceSession(exported["file"])
     assert session.get_inputs()[0].type == "tensor(uint8)"
     assert session.get_outputs()[0].type == "tensor(float)"
     assert "classes" in session.get_modelmeta().custom_metadata_map
-
-
-def test_max_drop_is_the_limit(digits_run: Path, tmp_path: Path) -> None:
-    with refused("weights.accuracy_drop", "fp16", "limit -100"):
-        export_model(str(digits_run), out=str(tmp_path), precision="fp16", max_drop=-100)
-    assert not os.listdir(tmp_path)
-
-
-def test_multilabel_image_is_right_if_all_labels_are(tmp_path: Path, no_plots: None) -> None:
-    keys = "task: multilabel, train: resize, eval: resize"
-    optim = "lr: 5e-3, steps: 40"
-    text = tiny_recipe_text(keys, source="embedded:digit_pairs", optim=optim, width=48)
-    recipe = parse_recipe(text)
-    train(recipe, tmp_path / "run")
-    exported = export_model(
-        str(tmp_path / "run"), out=str(tmp_path), precision="int8", max_drop=100
-    )
-    split = open_data(recipe.data, 0).splits["val"]
-    session = onnxruntime.InferenceSession(exported["file"])
-    thresholds = json.loads(session.get_modelmeta().custom_metadata_map["thresholds"])
-    correct = [
-        bool(((probabilities(session, split.decode(index)) >= thresholds) == label).all())
-        for index, label in enumerate(split.labels)
-    ]
-    assert 0 < np.mean(correct) < 1
-    assert exported["reduced"]["accuracy"] == pytest.approx(np.mean(correct), abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +214,8 @@ def test_conflicting_options_are_refused(
 
 def test_run_without_validation_images_is_refused(digits_run: Path, tmp_path: Path) -> None:
     run = with_outliers(digits_run, tmp_path / "run", 0)
-    recipe = (run / "recipe.yaml").read_text()
-    (run / "recipe.yaml").write_text(recipe.replace("val_fraction: 0.3", "val_fraction: 0.0"))
+    text = RECIPE.replace("val_fraction: 0.3", "val_fraction: 0.0")
+    (run / "recipe.yaml").write_text(text)
     with refused("data.no_split", "--int8", "val_fraction"):
         export_model(str(run), out=str(tmp_path / "out"), precision="int8")
     assert not (tmp_path / "out").exists()

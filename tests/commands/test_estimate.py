@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,19 +30,25 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def set_clock(patch: pytest.MonkeyPatch, *, total_seconds: float) -> None:
+    """Let each step take a millisecond, so that six steps of whole batches are measured."""
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 0.001).__next__)
+    patch.setattr("finetune.commands.estimate.time", clock)
+    patch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 0.02)
+    patch.setattr("finetune.commands.estimate.TOTAL_SECONDS", total_seconds)
+
+
 @pytest.fixture
 def estimate_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure only the recipe's own steps, and few of them."""
-    monkeypatch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 0.3)
-    monkeypatch.setattr("finetune.commands.estimate.TOTAL_SECONDS", 0.0)
+    set_clock(monkeypatch, total_seconds=0.0)
 
 
 @pytest.fixture(scope="module")
 def estimate(recipe: str) -> dict[str, Any]:
     """The estimate of a tiny run in bf16, with all other settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.commands.estimate.TRIAL_SECONDS", 1.0)
-        patch.setattr("finetune.commands.estimate.TOTAL_SECONDS", 1e9)  # on a busy machine
+        set_clock(patch, total_seconds=1e9)
         estimate = estimate_run(recipe, (*OVERRIDES, "run.precision=fp32"))
     json.dumps(estimate)
     return estimate

@@ -20,7 +20,8 @@ from refusals import refused
 from small_datasets import write_image_folder
 
 from finetune.cli import main as cli
-from finetune.commands import portfolio, search_space, tune
+from finetune.commands import portfolio, search_space, tune, weight_selection
+from finetune.commands import start as start_module
 from finetune.commands.portfolio import Member, build_trials
 from finetune.commands.search_space import draw_trials
 from finetune.commands.start import Choice, RecipeBuilder, StartResult
@@ -506,7 +507,16 @@ SHORT = ("model.name=embedded:vit_nano", "optim.epochs=2", "run.precision=fp32")
 
 @pytest.fixture
 def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe of `finetune train` and two others."""
+    """The recipe of `finetune train`, of the classifier, and two others.
+
+    The choice of the first one measures times, so a busy machine would choose another one.
+    """
+    for module in (start_module, weight_selection):
+        monkeypatch.setattr(module, "measure_seconds_per_image", lambda setup, train: 1e-4)
+    monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: "they suffice")
+    monkeypatch.setattr(
+        start_module, "compare_frozen_and_full", lambda *_, **__: (False, "a trial")
+    )
     members = (Member("full", "all weights"), Member("low", "a third", lr=1 / 3))
     monkeypatch.setattr(portfolio, "PORTFOLIO", members)
 

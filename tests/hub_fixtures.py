@@ -6,19 +6,24 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from forked_runs import fork_process
 from hub_server import HubServer, point_clients_at, wait_until
 from huggingface_hub import constants
 from safetensors.torch import save
 
 from finetune.hub import client
+from finetune.publish import push as push_module
+from finetune.publish import upload
 
 WRITE_TOKEN, READ_TOKEN, OTHER_TOKEN = "hf_writewritewrite", "hf_readreadread", "hf_otherother"
 CARD = "---\nlibrary_name: timm\nlicense: mit\ntags: [timm]\n---\n# A small model\n"
@@ -63,6 +68,51 @@ def hub(
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # for subprocesses
         yield hub
         assert hub.server_errors == []
+
+
+class ForkedUpload:
+    """The upload process of a push, as `subprocess.Popen`, without its imports."""
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        job, stdin = os.pipe()
+        stdout, reports = os.pipe()
+
+        def work() -> None:
+            os.setsid()
+            os.close(stdin)
+            os.dup2(job, 0)
+            os.dup2(reports, 1)
+            sys.stdin = os.fdopen(0)
+            upload.main()
+
+        self.pid = fork_process(work, 2)
+        self.returncode: int | None = None
+        os.close(job)
+        os.close(reports)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+
+    def wait(self) -> None:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> ForkedUpload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.stdout.close()
+        self.wait()
+
+
+@pytest.fixture
+def upload_in_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the upload process from this one; test_hub_clients.py starts it as it is."""
+    started = SimpleNamespace(Popen=ForkedUpload, PIPE=push_module.subprocess.PIPE)
+    monkeypatch.setattr(push_module, "subprocess", started)
 
 
 @contextlib.contextmanager

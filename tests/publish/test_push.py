@@ -18,6 +18,7 @@ from hub_fixtures import (
     folder,
     hub,
     sleep_durations,
+    upload_in_fork,
     weight_bytes,
     write_model_folder,
 )
@@ -29,7 +30,8 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError, HubError, WeightsError
 from finetune.publish.push import push
 
-__all__ = ["folder", "hub", "sleep_durations"]  # fixtures
+__all__ = ["folder", "hub", "sleep_durations", "upload_in_fork"]  # fixtures
+pytestmark = pytest.mark.usefixtures("upload_in_fork")
 
 NAMES = {"README.md", "config.json", "model.safetensors"}
 # One request of each kind in a first push, in order.

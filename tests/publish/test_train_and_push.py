@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations
+from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations, upload_in_fork
 from hub_server import HubServer, point_clients_at
 from ranks import run_rank_command_on_hub, run_two_ranks
 from recipe_texts import tiny_recipe_text
@@ -18,14 +18,14 @@ from finetune.recipe.load import load_recipe
 from finetune.training import accelerator
 from finetune.training.train import train
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("no_plots", "upload_in_fork")
 
 RECIPE = tiny_recipe_text(
     "eval: 'resize(18) | center_crop'",
     optim="lr: 3e-3, steps: 3",
     run="precision: fp32, push_to: alice/digits",
 )
-__all__ = ["hub", "sleep_durations"]  # fixtures
+__all__ = ["hub", "sleep_durations", "upload_in_fork"]  # fixtures
 CANARY = "hf_canary_that_must_be_seen_nowhere"
 
 

@@ -78,8 +78,29 @@ def test_the_cpu_quota_of_a_container_is_used(
     ids=["default", "set by the user", "wait policy of the user"],
 )
 def test_openmp_threads_of_a_command_sleep_soon_and_fit_the_quota(
-    tmp_path: Path, environment: dict[str, str], spin_count: str | None, num_threads: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    spin_count: str | None,
+    num_threads: str,
 ) -> None:
+    """As if torch were not loaded; the next test starts a command."""
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    monkeypatch.setattr(host_resources, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_resources.os, "sched_getaffinity", lambda process: set(range(8)))
+    variables = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    for name in variables:
+        monkeypatch.setenv(name, "")  # what configure_openmp sets is undone too
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "torch")
+    configure_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin_count
+    assert os.environ["OMP_NUM_THREADS"] == num_threads
+
+
+def test_a_command_configures_openmp_before_it_loads_torch(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000")
     program = f"""
 import os
@@ -90,7 +111,7 @@ host_resources.CGROUP_ROOT = Path({str(tmp_path)!r})
 os.sched_getaffinity = lambda process: set(range(8))
 main(["--version"])
 import torch
-assert torch.get_num_threads() == {num_threads}
+assert torch.get_num_threads() == 1
 print(os.environ.get("GOMP_SPINCOUNT"))
 """
     variables = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -100,10 +121,10 @@ print(os.environ.get("GOMP_SPINCOUNT"))
         capture_output=True,
         text=True,
         timeout=120,
-        env=inherited | environment,
+        env=inherited,
         check=True,
     ).stdout
-    assert printed.splitlines()[-1] == str(spin_count)
+    assert printed.splitlines()[-1] == "3000"
 
 
 def test_a_program_that_has_loaded_torch_keeps_its_openmp_settings(

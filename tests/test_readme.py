@@ -7,6 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+import click
 import hub_server
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from PIL import Image
 from small_datasets import random_png, write_parquet
 
 from finetune.cli import main as cli
+from finetune.errors import FinetuneError
+from finetune.recipe.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -120,6 +123,26 @@ def shortened(words: list[str]) -> list[str]:
     return words
 
 
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("finetune ")])
+def test_every_command_has_known_options_and_keys(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    words, command = shlex.split(line)[1:], cli.cli
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)]
+    try:
+        parsed = command.make_context(command.name, words).params
+    except FinetuneError as error:  # the runs and photos of the pages do not exist
+        if not error.code.endswith("not_found"):
+            raise
+        return
+    path = next((word for word in words if word.endswith(".yaml") and Path(word).is_file()), None)
+    if path and "overrides" in parsed:
+        load_recipe(path, parsed["overrides"])
+
+
+@pytest.mark.faults  # the sibling above parses all commands, and most have tests of their own
 @pytest.mark.timeout(600)
 def test_every_command_does_what_it_says(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_plots: None

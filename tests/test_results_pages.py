@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
+from forked_runs import run_in_child
 
 TESTS = """
 import pytest
@@ -35,18 +34,26 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Run TESTS. Returns: the page of faults and the page of figures."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "test_it.py").write_text(TESTS)
-    options = ["-q", "-p", "results_pages", "--page", "page.md", "--gpu-page", "gpu.md"]
-    tests_folder = str(Path(__file__).parent)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=folder,
-        env={"PYTHONPATH": tests_folder, "PATH": "/usr/bin:/bin", "FINETUNE_COMMIT": "abc1234"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 1, result.stdout + result.stderr
+    options = [
+        "-q",
+        "-p",
+        "results_pages",
+        "-p",
+        "no:cacheprovider",
+        "--page",
+        "page.md",
+        "--gpu-page",
+        "gpu.md",
+    ]
+
+    def run_pytest() -> None:
+        os.environ.clear()
+        os.environ.update({"PATH": "/usr/bin:/bin", "FINETUNE_COMMIT": "abc1234"})
+        os.chdir(folder)
+        raise SystemExit(pytest.main(options))
+
+    result = run_in_child(run_pytest)
+    assert result.exit_code == 1, result.output
     return (folder / "page.md").read_text(), (folder / "gpu.md").read_text()
 
 

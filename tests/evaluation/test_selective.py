@@ -29,10 +29,15 @@ def draw_scores(seed: int, num_images: int, *, label_noise: float = 0.0) -> Vali
 
 @pytest.mark.parametrize(
     "num_images, max_error, label_noise",
-    [(200, 0.05, 0.0), (1000, 0.02, 0.0), (1000, 0.03, 0.01), (3000, 0.01, 0.0)],
+    [
+        (200, 0.05, 0.0),
+        pytest.param(1000, 0.02, 0.0, marks=pytest.mark.faults),
+        (1000, 0.03, 0.01),
+        pytest.param(3000, 0.01, 0.0, marks=pytest.mark.faults),
+    ],
 )
 def test_the_error_rate_holds_in_95_percent_of_splits(num_images, max_error, label_noise) -> None:
-    population = draw_scores(10_000, 400_000, label_noise=label_noise)
+    population = draw_scores(10_000, 100_000, label_noise=label_noise)
     broken, coverages = 0, []
     for seed in range(200):
         found = select_threshold(draw_scores(seed, num_images, label_noise=label_noise), max_error)

@@ -158,7 +158,7 @@ def test_one_sensitive_layer_stays_in_float_and_is_listed(int8: dict[str, Any]) 
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("channel", range(0, 48, 3))
+@pytest.mark.parametrize("channel", range(20))
 def test_network_that_collapses_is_refused_and_not_written(
     channel: int, digits_run: Path, tmp_path: Path
 ) -> None:

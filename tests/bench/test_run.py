@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from doubles import Double, replace_module
-from forked_runs import TINY_RECIPE
+from forked_runs import TINY_RECIPE, fork_process
 from launches import default_sigint_handler
 from refusals import refused
 
@@ -162,33 +160,37 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.slow
 def test_interrupt_ends_all_processes(recipe: str, tmp_path: Path, interruptible: None) -> None:
     """Send it as a terminal does, to every process of the group."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
-    arguments = ["--steps", "1000000", "--repeats", "1"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "finetune", "bench", recipe, *SMALL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as process:
+
+    def work() -> None:
+        os.setsid()
+        tempfile.tempdir = str(tmp_path / "tmp")
+        arguments = ["--steps", "1000000", "--repeats", "1"]
+        raise SystemExit(main(["bench", recipe, *SMALL, *arguments]))
+
+    with tempfile.TemporaryFile() as stream:
+        process = fork_process(work, stream.fileno())
+        ended, deadline = 0, time.monotonic() + 120
         try:
-            deadline = time.monotonic() + 120
             while not list((tmp_path / "tmp").glob("*/run/metrics.jsonl")):
                 assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.2)
-            os.killpg(process.pid, signal.SIGINT)
-            _, output = process.communicate(timeout=60)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 130
+                assert os.waitpid(process, os.WNOHANG) == (0, 0)
+                time.sleep(0.05)
+            os.killpg(process, signal.SIGINT)
+            while not ended:
+                assert time.monotonic() < deadline
+                ended, status = os.waitpid(process, os.WNOHANG)
+                time.sleep(0.05)
+        finally:
+            if not ended:
+                os.killpg(process, signal.SIGKILL)
+        stream.seek(0)
+        output = stream.read().decode()
+    assert os.waitstatus_to_exitcode(status) == 130
     assert output.splitlines()[-1].endswith("interrupted")
     assert "Traceback" not in output
     assert not list((tmp_path / "tmp").iterdir())
     deadline = time.monotonic() + 60
-    while is_group_alive(process.pid):  # the helper process of multiprocessing exits a moment later
+    while is_group_alive(process):  # the helper process of multiprocessing exits a moment later
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -7,7 +7,9 @@ from pathlib import Path
 from recipe_texts import tiny_recipe_text
 
 RECIPE = (
-    tiny_recipe_text(optim="lr: 1e-3, steps: 2", width=16)
+    tiny_recipe_text(
+        "eval: resize, num_train: 100, num_test: 40", optim="lr: 1e-3, steps: 2", width=16
+    )
     + """claims:
   - {metric: test.top1, value: 0.5, tolerance: 0.2, source: a table}
 """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hub_fixtures import hub, sleep_durations
+from hub_fixtures import hub, sleep_durations, upload_in_fork
 from hub_server import HubServer
 from logs import logged
 from PIL import Image
@@ -32,7 +32,7 @@ from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.train import train
 
-__all__ = ["hub", "sleep_durations"]  # fixtures
+__all__ = ["hub", "sleep_durations", "upload_in_fork"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -43,7 +43,7 @@ def finetune_recipe(base: Path, *overrides: str) -> Recipe:
     text = f"""
 model: {{name: {base}, head_init: zeros}}
 data: {{source: "embedded:digits", {DATA}}}
-optim: {{lr: 3e-3, steps: 30}}
+optim: {{lr: 3e-3, steps: 15}}
 run: {{precision: fp32, threads: 1}}
 """
     return parse_recipe(text, overrides=overrides)
@@ -53,7 +53,7 @@ run: {{precision: fp32, threads: 1}}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run `first`, and `a`, `b`, `c` and `kept` fine-tuned from its model."""
     folder = tmp_path_factory.mktemp("runs")
-    text = tiny_recipe_text(DATA, optim="lr: 3e-3, steps: 150", width=64)
+    text = tiny_recipe_text(DATA, optim="lr: 5e-3, steps: 80", width=48)
     train(parse_recipe(text), folder / "first")
     base = folder / "first" / "model"
     for name, overrides in {
@@ -152,8 +152,8 @@ def test_runs_with_the_same_base_weights_but_other_metadata_are_averaged(
 def test_adapter_run_is_averaged_with_its_merged_weights(tmp_path: Path) -> None:
     text = """
 model: {name: embedded:vit_nano, adapter: {kind: dora, rank: 2}}
-data: {source: "embedded:digits", eval: resize, batch_size: 16, num_train: 100, val_fraction: 0.2}
-optim: {lr: 2e-2, steps: 6}
+data: {source: "embedded:digits", eval: resize, batch_size: 16, num_train: 60, val_fraction: 0.2}
+optim: {lr: 2e-2, steps: 3}
 run: {precision: fp32, threads: 1, test: false}
 """
     run_results = train(parse_recipe(text), tmp_path / "run")
@@ -164,14 +164,15 @@ run: {precision: fp32, threads: 1, test: false}
 
 
 def test_predict_export_and_push_accept_the_result(
-    runs: Path, tmp_path: Path, hub: HubServer
+    runs: Path, tmp_path: Path, hub: HubServer, upload_in_fork: None
 ) -> None:
     out = str(tmp_path / "out")
     assert main(["average", str(runs / "a"), "--alpha", "0.5", "--out", out]) == 0
     image = tmp_path / "image.png"
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(image)
     assert main(["predict", out, str(image)]) == 0
-    assert main(["export", out, "--format", "torch", "--out", str(tmp_path / "net.pt2")]) == 0
+    export = ["export", out, "--format", "torch", "--no-preprocessing"]
+    assert main([*export, "--out", str(tmp_path / "net.pt2")]) == 0
     assert main(["push", out, "alice/soup"]) == 0
     card = hub.files("alice/soup", "main")["README.md"].decode()
     assert "averaged weights (WiSE-FT: alpha 0.5, head as fine-tuned) of `a`" in card

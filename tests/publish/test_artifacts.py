@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import disable_report_and_plots
+from forked_runs import disable_plots, disable_report_and_plots
 from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
@@ -44,6 +44,12 @@ def runs(tmp_path_factory) -> Path:
             train(parse_recipe(RECIPE, overrides=[override]), folder / name)
             disable_report_and_plots(patch)
     return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plots out where a test does not look at them."""
+    disable_plots(monkeypatch)
 
 
 def test_finished_run_has_every_published_file(runs: Path) -> None:
@@ -102,7 +108,7 @@ def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:
     assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
 
-def test_rewrite_ignores_runs_with_other_pretrained_weights(runs: Path) -> None:
+def test_rewrite_ignores_runs_with_other_pretrained_weights(undrawn: None, runs: Path) -> None:
     path = runs / "b" / "run.json"
     text = path.read_text()
     path.write_text(json.dumps({**json.loads(text), "weights_sha256": "0" * 64}))
@@ -113,7 +119,7 @@ def test_rewrite_ignores_runs_with_other_pretrained_weights(runs: Path) -> None:
     assert "mean ± std" not in (runs / "a" / "model" / "README.md").read_text()
 
 
-def test_rewrite_ignores_a_damaged_neighboring_run(runs: Path) -> None:
+def test_rewrite_ignores_a_damaged_neighboring_run(undrawn: None, runs: Path) -> None:
     broken = runs / "broken"
     shutil.copytree(runs / "b", broken)
     (broken / "results.json").write_text("{")
@@ -125,7 +131,7 @@ def test_rewrite_ignores_a_damaged_neighboring_run(runs: Path) -> None:
 
 @pytest.mark.parametrize("denied", ["neighbor", "list"])
 def test_rewrite_ignores_unreadable_neighboring_runs(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+    undrawn: None, runs: Path, monkeypatch: pytest.MonkeyPatch, denied: str
 ) -> None:
     """Like folders of other users in /tmp; simulated, because root can read every folder."""
     original_is_file, original_iterdir = Path.is_file, Path.iterdir
@@ -198,7 +204,9 @@ def test_published_recipe_strips_folders_from_the_model_name(name: str, shown: s
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_published_mistakes_have_no_absolute_paths(runs: Path, tmp_path: Path, split: str) -> None:
+def test_published_mistakes_have_no_absolute_paths(
+    undrawn: None, runs: Path, tmp_path: Path, split: str
+) -> None:
     run = shutil.copytree(runs / "c", tmp_path / "run")
     forget_checksums(run / "model")
     results = json.loads((run / "results.json").read_text())
@@ -241,7 +249,7 @@ def test_published_files_contain_no_local_paths_or_tokens(
             assert b"canary" not in path.read_bytes(), path
 
 
-def test_exported_model_is_kept_and_described(runs: Path, tmp_path: Path) -> None:
+def test_exported_model_is_kept_and_described(undrawn: None, runs: Path, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(runs / "a", tmp_path / "a"))
     model, certificate = (run.model_folder / name for name in EXPORT_FILES)
     model.write_bytes(b"exported")

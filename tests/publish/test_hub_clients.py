@@ -30,10 +30,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "hf_writewritewrite"
 RECIPE = """
 model: {name: "embedded:vit_nano", image_size: 32}
-data: {source: embedded:digits, train: resize, batch_size: 64, eval: EVAL}
+data: {source: embedded:digits, train: resize, batch_size: 64, eval: EVAL, DATA}
 optim: {name: adamw, lr: 1e-3, steps: 2}
 run: {log_every: 1}
 """
+SMALL = "num_train: 128, num_test: 40"
 # The first run overrides the preprocessing of the weights; the second keeps it; the third pads.
 PREPROCESSING_OVERRIDES = [
     "data.mean=[0.4, 0.5, 0.6]",
@@ -143,7 +144,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, no_plots: None) -> Iterator
     ]
     for number, (transform_spec, overrides) in enumerate(run_configs):
         path = top / f"recipe-{number}.yaml"
-        path.write_text(RECIPE.replace("EVAL", transform_spec))
+        path.write_text(RECIPE.replace("EVAL", transform_spec).replace("DATA", SMALL))
         train(load_recipe(path, [f"run.seed={number}", *overrides]), top / f"run-{number}")
         runs.append(top / f"run-{number}")
     models = [Classifier.load(run, device="cpu") for run in runs]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -96,9 +97,17 @@ def change_record(run: Path, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def full_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has every section, with its page."""
+    run = write_run_dir(tmp_path_factory.mktemp("runs") / "everything")
+    write_run_report(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def full_page(full_run: Path) -> Page:
     """The page of a run that has every section."""
-    return Page(write_run_report(write_run_dir(tmp_path_factory.mktemp("runs") / "everything")))
+    return Page(full_run / "report.html")
 
 
 @pytest.fixture
@@ -156,11 +165,10 @@ class TestRunPage:
         assert len(ids) > 10
         assert len(ids) == len(set(ids))
 
-    def test_output_is_deterministic(self, tmp_path: Path) -> None:
-        run = write_run_dir(tmp_path / "run")
-        first = write_run_report(run).read_bytes()
-        assert write_run_report(run).read_bytes() == first
-        assert not list(run.glob(".*"))
+    def test_output_is_deterministic(self, full_run: Path) -> None:
+        first = (full_run / "report.html").read_bytes()
+        assert write_run_report(full_run).read_bytes() == first
+        assert not list(full_run.glob(".*"))
 
     def test_uses_an_open_split(self, tmp_path: Path, no_figures: None) -> None:
         run = write_run_dir(tmp_path / "run", "data.source=folder:nowhere")
@@ -447,41 +455,30 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "comparison", "unfinished", "many classes"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_renders_in_a_browser(browser: Any, pages: dict[str, Path], kind: str, width: int) -> None:
+def test_renders_in_a_browser(browser: Any, pages: dict[str, Path], kind: str) -> None:
+    """On a phone and on a desk, in light and dark colors."""
+    page = browser.new_page()
+    console_messages: list[str] = []
+    requested_urls: list[str] = []
+    page.on("console", lambda message: console_messages.append(message.text))
+    page.on("pageerror", lambda error: console_messages.append(str(error)))
+    page.on("request", lambda request: requested_urls.append(request.url))
+    page.goto(pages[kind].as_uri())
     colors = {}
-    for scheme in ("light", "dark"):
-        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
-        page = context.new_page()
-        console_messages: list[str] = []
-        requested_urls: list[str] = []
-        page.on(
-            "console",
-            lambda message, console_messages=console_messages: console_messages.append(
-                message.text
-            ),
-        )
-        page.on(
-            "pageerror",
-            lambda error, console_messages=console_messages: console_messages.append(str(error)),
-        )
-        page.on(
-            "request",
-            lambda request, requested_urls=requested_urls: requested_urls.append(request.url),
-        )
-        page.goto(pages[kind].as_uri())
-        assert not console_messages
-        assert [url for url in requested_urls if not url.startswith("data:")] == [
-            pages[kind].as_uri()
-        ]
+    for width, scheme in itertools.product((390, 1280), ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         colors[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
         svg = "getComputedStyle(document.querySelector('svg text')).fill"
         colors[f"{scheme} text"] = page.evaluate(svg)
-        broken = "[...document.images].filter((one) => !one.naturalWidth).length"
-        assert page.evaluate(broken) == 0
-        context.close()
     assert len(set(colors.values())) == 4, colors
+    broken = "[...document.images].filter((one) => !one.naturalWidth).length"
+    assert page.evaluate(broken) == 0
+    page.close()
+    assert not console_messages
+    loaded = [url for url in requested_urls if not url.startswith("data:")]
+    assert loaded == [pages[kind].as_uri()]
 
 
 @pytest.mark.slow

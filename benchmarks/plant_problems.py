@@ -16,7 +16,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, ImageEnhance
 
 from finetune.data.open_source import open_source
@@ -97,13 +96,12 @@ def main() -> None:
     names = [split.name_of(index).removeprefix(f"{folder}/") for split, index in places]
     accelerator = create_accelerator(RunSection())
     facts = measure_pixels(lambda row: places[row][0].decode(places[row][1]), len(places))
-    thumbnails = torch.from_numpy(np.stack([each.thumbnail_SS for each in facts.values()]))
     print("| network | copies found | leaks found | wrong copies | groups of other images |")
     print("|---|---|---|---|---|")
     for candidate in choose_weights(planted, options.weights, accelerator.device):
         features = compute_features(planted, candidate, accelerator)
         assert features is not None  # there is one process
-        groups, _ = find_near_duplicates([find_feature_neighbors(features)], thumbnails)
+        groups, _ = find_near_duplicates([find_feature_neighbors(features)], facts.values())
         group_of = {names[row]: number for number, group in enumerate(groups) for row in group}
         found = {copy for copy, name in copies.items() if copy in group_of and name in group_of}
         found = {copy for copy in found if group_of[copy] == group_of[copies[copy]]}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from sklearn.neighbors import NearestNeighbors
@@ -123,8 +122,7 @@ def diagnose(
         )
     features, labels = [values_ND[rows] for values_ND in features], labels_N[rows]
     neighbors = [find_feature_neighbors(values_MD) for values_MD in features]
-    thumbnails_MSS = np.stack([facts[row].thumbnail_SS for row in rows.tolist()])
-    found, wrong = find_near_duplicates(neighbors, torch.from_numpy(thumbnails_MSS))
+    found, wrong = find_near_duplicates(neighbors, [facts[row] for row in rows.tolist()])
     # streamed images have no digest, and unreadable ones a digest of zeros
     copies = _equal_values((image["digest"] or "").strip("0") for image in images)
     near = [rows[group].tolist() for group in found]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from scipy.ndimage import convolve1d
 from torch import Tensor
 from torch.nn import functional
 
-from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, nearest_images
+from finetune.doctor.image_scan import THUMBNAIL_SIDE, Neighbors, PixelFacts, nearest_images
+from finetune.doctor.tiny_images import MAX_SIDE, find_tiny_duplicates
 from finetune.progress import item_bar
 
 __all__ = ["find_near_duplicates", "merge_groups", "wrong_probabilities"]
@@ -44,17 +45,24 @@ _REGISTRATION_STEPS = 5
 
 @torch.inference_mode()
 def find_near_duplicates(
-    neighbors: Sequence[Neighbors], thumbnails_NSS: Tensor
+    neighbors: Sequence[Neighbors], facts: Collection[PixelFacts]
 ) -> tuple[list[list[int]], NDArray[np.float64]]:
     """Find groups of images that show the same photo.
 
     Args:
         neighbors: the nearest images by the features of each network; at least one.
-        thumbnails_NSS: gray images, uint8.
+        facts: what is known of the pixels of each image.
     Returns: groups of two or more image indices, ascending, the surest group first; and the
         probability of each group that it is wrong. Each image is confirmed as a copy of at least
         one other of its group.
     """
+    thumbnails_NSS = torch.from_numpy(np.stack([each.thumbnail_SS for each in facts]))
+    side = int(np.median([max(each.height, each.width) for each in facts]))
+    if side <= MAX_SIDE:
+        pairs_P2, num_wrong_P = find_tiny_duplicates(thumbnails_NSS, side)
+        groups, best_scores = _group(pairs_P2, -num_wrong_P)
+        share = np.minimum(-best_scores / np.arange(1, len(groups) + 1), 1.0)
+        return groups, np.minimum.accumulate(share[::-1])[::-1]
     candidates = [_nearest_pairs(each, NUM_NEIGHBORS) for each in neighbors]
     by_pixels = nearest_images(_shrink(thumbnails_NSS), NUM_PIXEL_NEIGHBORS)
     candidates.append(_nearest_pairs(by_pixels, NUM_PIXEL_NEIGHBORS))
@@ -62,16 +70,20 @@ def find_near_duplicates(
     correlation_P, detail_P = _compare(thumbnails_NSS, pairs_P2, MIN_COARSE_CORRELATION)
     min_detail = _min_detail_correlation(thumbnails_NSS)
     confirmed = (correlation_P >= MIN_CORRELATION) & (detail_P >= min_detail)
-    pairs_Q2, scores_Q = pairs_P2[confirmed], detail_P[confirmed]
-    surest = scores_Q.argsort(descending=True, stable=True)
-    pairs, scores = pairs_Q2[surest].tolist(), scores_Q[surest].tolist()
+    groups, best_scores = _group(pairs_P2[confirmed], detail_P[confirmed])
+    similar = detail_P[correlation_P >= TAIL_CORRELATION].numpy()
+    return groups, wrong_probabilities(similar, min_detail, best_scores)
+
+
+def _group(pairs_P2: Tensor, scores_P: Tensor) -> tuple[list[list[int]], NDArray[np.float64]]:
+    """Merge pairs that overlap. Returns: groups, the surest first, and their highest scores."""
+    surest = scores_P.argsort(descending=True, stable=True)
+    pairs, scores = pairs_P2[surest].tolist(), scores_P[surest].tolist()
     groups = merge_groups(pairs)
     # the surest pair of each image comes last, and counts
     in_order = zip(reversed(pairs), reversed(scores), strict=True)
     best = {row: score for pair, score in in_order for row in pair}
-    best_scores = np.array([max(best[row] for row in group) for group in groups])
-    similar = detail_P[correlation_P >= TAIL_CORRELATION].numpy()
-    return groups, wrong_probabilities(similar, min_detail, best_scores)
+    return groups, np.array([max(best[row] for row in group) for group in groups])
 
 
 def merge_groups(groups: Sequence[Sequence[int]]) -> list[list[int]]:

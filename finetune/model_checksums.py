@@ -46,7 +46,7 @@ DESCRIPTION_FILES = (
 # Of a card, only the parts with results have a checksum; its other text may be edited.
 _CARDS = ("README.md", "adapter/README.md")
 _CARD_RESULTS = re.compile(
-    r"^model-index:\n(?:[ -].*\n)+|^## (?:Results|Export|Claims)\n(?:(?!## ).*\n)*", re.M
+    r"^model-index *:.*\n(?:[ -].*\n)+|^## +(?:Results|Export|Claims) *\n(?:(?!## ).*\n)*", re.M
 )
 _ADVICE = (
     "restore it from a copy or download it again; train --resume rebuilds the model/ of a run from "

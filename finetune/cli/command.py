@@ -24,12 +24,13 @@ from finetune.errors import (
     SetupError,
     did_you_mean,
     escape_control_chars,
+    redact_urls,
 )
 from finetune.ranks import is_main_process
 
 __all__ = ["CommandGroup", "CommandResult", "command"]
 
-_OUTPUT_OPTIONS = ("out", "sheet", "page", "profile", "export_space")
+_OUTPUT_OPTIONS = ("out", "sheet", "page", "profile", "export_space", "static")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _check_hub_endpoint() -> None:
 
 
 def _check_output_paths(arguments: Mapping[str, Any]) -> None:
-    """Refuse output paths that are empty or that the file system rejects, before any work.
+    """Refuse output paths that are empty, URLs, or rejected by the file system, before any work.
 
     The command itself checks later what exists at the path and whether it is writable.
 
@@ -179,6 +180,12 @@ def _check_output_paths(arguments: Mapping[str, Any]) -> None:
         if not path.strip():
             raise RecipeError(
                 f"{option}: empty path; give a path, or omit the option", code="recipe.wrong_value"
+            )
+        if "://" in path:
+            raise SetupError(
+                f"{option}: '{redact_urls(path)}' is a URL, which is not supported here; give a "
+                "path, and upload it afterwards",
+                code="setup.not_writable",
             )
         try:
             os.lstat(path)

@@ -54,6 +54,14 @@ BAD_OPTIONS = {
     "bench: no steps": BadInput("bench r.yaml --steps 0", "usage", "--steps"),
     "train: an option without its value": BadInput("train r.yaml --out", "usage", "--out"),
     "train: a file for --out": BadInput("train r.yaml --out file", "setup.not_writable", "file"),
+    "export: a URL for --out": BadInput(
+        "export net --out https://me:pw@h.invalid/x",
+        "setup.not_writable",
+        "'https://***@h.invalid/x'",
+    ),
+    "demo: a URL for --static": BadInput(
+        "demo net --static s3://bucket/x?token=abc", "setup.not_writable", "'s3://bucket/x?***'"
+    ),
     "tune: no --minutes": BadInput("tune r.yaml", "usage", "--minutes"),
     "tune: no minutes": BadInput("tune r.yaml --minutes 0", "recipe.wrong_value", "--minutes 0"),
     "tune: no section": BadInput("tune r.yaml --minutes 1", "recipe.missing_key", "`tune`"),

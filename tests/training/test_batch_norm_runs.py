@@ -37,8 +37,8 @@ data:
   num_train: 160
   val_fraction: 0.2
   num_test: 64
-optim: {name: sgd, lr: 3e-3, steps: 20} # adamw would amplify rounding in gradients near zero
-run: {precision: fp32, log_every: 1, eval_every: 10, threads: 1}
+optim: {name: sgd, lr: 3e-3, steps: 10} # adamw would amplify rounding in gradients near zero
+run: {precision: fp32, log_every: 1, eval_every: 5, threads: 1}
 """
 SYNC = "model.sync_bn=true"
 
@@ -54,14 +54,21 @@ def train_on_two_ranks(folder: Path, *overrides: str) -> Path:
     return folder / "two"
 
 
-def test_sync_bn_makes_two_ranks_match_one(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    train(make_recipe(), out)
+    return out
+
+
+def test_sync_bn_makes_two_ranks_match_one(one: Path, tmp_path: Path) -> None:
     """The ranks get 8 and 9 of the 17 images per step."""
-    one, results = tmp_path / "one", train(make_recipe(), tmp_path / "one")
     two = train_on_two_ranks(tmp_path, SYNC, "optim.ema_decay=0.9")
-    assert len(read_train_losses(one)) == 20
+    assert len(read_train_losses(one)) == 10
     assert read_train_losses(two) == pytest.approx(read_train_losses(one), abs=1e-5)
-    last = RunDir(two).checkpoint_folder(20)
-    trained = (RunDir(one).checkpoint_folder(20) / "model.safetensors", last / "model.safetensors")
+    last = RunDir(two).checkpoint_folder(10)
+    trained = (RunDir(one).checkpoint_folder(10) / "model.safetensors", last / "model.safetensors")
     expected, actual = (load_file(path) for path in trained)
     assert actual.keys() == expected.keys() == load_file(last / "ema.safetensors").keys()
     for key, tensor in expected.items():
@@ -71,17 +78,12 @@ def test_sync_bn_makes_two_ranks_match_one(tmp_path: Path) -> None:
     assert evaluated["confusion"] == reported["confusion"]
     model = timm.create_model(f"local-dir:{two / 'model'}", pretrained=True)
     assert model.state_dict().keys() == expected.keys()
-    assert results["test"]["loss"] > 0
 
 
 @pytest.mark.slow
-def test_without_sync_bn_two_ranks_diverge_from_one(tmp_path: Path) -> None:
-    train(make_recipe(), tmp_path / "one")
+def test_without_sync_bn_two_ranks_diverge_from_one(one: Path, tmp_path: Path) -> None:
     two = train_on_two_ranks(tmp_path, "optim.ema_decay=0.5")
-    assert (
-        np.abs(np.subtract(read_train_losses(two), read_train_losses(tmp_path / "one"))).max()
-        > 1e-4
-    )
+    assert np.abs(np.subtract(read_train_losses(two), read_train_losses(one))).max() > 1e-4
     lines = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
     best = json.loads((two / "results.json").read_text())["best_step"]
     (validated,) = (line for line in lines if (line["split"], line["step"]) == ("val", best))
@@ -101,7 +103,7 @@ def test_two_ranks_with_grad_checkpointing_and_sync_bn_match_without_checkpointi
         train_on_two_ranks(
             folder, SYNC, "data.micro_batch=3", f"model.grad_checkpointing={grad_checkpointing}"
         )
-    assert len(read_train_losses(plain / "two")) == 20
+    assert len(read_train_losses(plain / "two")) == 10
     assert read_train_losses(recomputed / "two") == pytest.approx(
         read_train_losses(plain / "two"), abs=1e-5
     )

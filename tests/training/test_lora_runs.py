@@ -15,7 +15,7 @@ from forked_runs import (
     read_train_losses,
     train_killed_and_resumed,
 )
-from hub_fixtures import hub, sleep_durations
+from hub_fixtures import folder, hub, sleep_durations
 from hub_server import HubServer
 from PIL import Image
 from ranks import run_rank_command, run_two_ranks
@@ -26,12 +26,13 @@ from finetune.cli.main import main
 from finetune.commands.evaluate import evaluate_model
 from finetune.models.build import build_model
 from finetune.publish.artifacts import PUBLISHED_ADAPTER_FILES
+from finetune.publish.push import push
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
-__all__ = ["hub", "sleep_durations"]  # fixtures
+__all__ = ["folder", "hub", "sleep_durations"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -50,6 +51,8 @@ data:
 optim: {lr: 1e-2, steps: 4, ema_decay: 0.5}
 run: {precision: fp32, log_every: 1, eval_every: 2, save_every: 2, threads: 1}
 """
+# The ranks and the micro-batches draw their own dropout.
+NO_DROPOUT = ["model.adapter.dropout=0", "run.test=false"]
 
 
 def make_recipe(*overrides: str) -> Recipe:
@@ -84,36 +87,35 @@ def test_killed_run_resumes_bit_exactly(
     assert (tmp_path / "run" / name).read_bytes() == (finished_run[0] / name).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def run_without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("no-dropout") / "run"
+    train(make_recipe(*NO_DROPOUT), out)
+    return out
+
+
 @pytest.mark.slow
-def test_two_ranks_give_the_losses_of_one(
-    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    no_dropout = ["model.adapter.dropout=0"]  # each rank draws its own
+def test_two_ranks_give_the_losses_of_one(run_without_dropout: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "recipe.yaml", tmp_path / "two"
     path.write_text(RECIPE)
-    train(make_recipe(*no_dropout), tmp_path / "one")
-    run_two_ranks(run_rank_command, "train", str(path), *no_dropout, "--out", str(tmp_path / "two"))
-    assert read_train_losses(tmp_path / "two") == pytest.approx(
-        read_train_losses(tmp_path / "one"), abs=1e-5
-    )
+    run_two_ranks(run_rank_command, "train", str(path), *NO_DROPOUT, "--out", str(out))
+    assert read_train_losses(out) == pytest.approx(read_train_losses(run_without_dropout), abs=1e-5)
     one, two = (
-        load_file(tmp_path / name / "model" / "adapter" / "adapter_model.safetensors")
-        for name in ("one", "two")
+        load_file(run / "model" / "adapter" / "adapter_model.safetensors")
+        for run in (run_without_dropout, out)
     )
     for key, tensor in one.items():
         torch.testing.assert_close(two[key], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_grad_checkpointing_and_micro_batches_change_no_loss(tmp_path: Path) -> None:
-    no_dropout = ["model.adapter.dropout=0"]  # dropout is drawn per micro-batch
-    train(make_recipe(*no_dropout), tmp_path / "one")
-    train(
-        make_recipe(*no_dropout, "model.grad_checkpointing=true", "data.micro_batch=8"),
-        tmp_path / "two",
-    )
-    assert read_train_losses(tmp_path / "two") == pytest.approx(
-        read_train_losses(tmp_path / "one"), abs=1e-4
+def test_grad_checkpointing_and_micro_batches_change_no_loss(
+    run_without_dropout: Path, tmp_path: Path
+) -> None:
+    overrides = ["model.grad_checkpointing=true", "data.micro_batch=8"]
+    train(make_recipe(*NO_DROPOUT, *overrides), tmp_path / "run")
+    assert read_train_losses(tmp_path / "run") == pytest.approx(
+        read_train_losses(run_without_dropout), abs=1e-4
     )
 
 
@@ -135,14 +137,13 @@ def test_merged_model_reproduces_the_reported_metrics(
         torch.testing.assert_close(adapted(images), merged(images), rtol=0, atol=1e-5)
 
 
-def test_predict_export_and_info_accept_an_adapter_run(
+def test_predict_and_info_accept_an_adapter_run(
     finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(finished_run[0])
     image = tmp_path / "image.png"
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(image)
     assert main(["predict", out, str(image)]) == 0
-    assert main(["export", out, "--format", "torch", "--out", str(tmp_path / "net.pt2")]) == 0
     assert main(["info", out, "--json"]) == 0
     info = json.loads(capsys.readouterr().out.split("\n{", 1)[-1].join(["{", ""]))
     assert info["adapter"] == "dora"
@@ -170,13 +171,9 @@ def test_push_adapter_uploads_only_the_adapter(
     assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= names
 
 
-def test_push_adapter_fails_for_a_run_without_adapter(tmp_path: Path, hub: HubServer) -> None:
-    without_adapter = make_recipe("model.adapter=null", "model.freeze=backbone", "optim.steps=1")
-    train(without_adapter, tmp_path / "run")
-    from finetune.publish.push import push
-
+def test_push_adapter_fails_without_an_adapter(hub: HubServer, folder: Path) -> None:
     with refused("weights.not_found", "--adapter"):
-        push(tmp_path / "run", "alice/net", adapter=True)
+        push(folder, "alice/net", adapter=True)
 
 
 @pytest.mark.faults  # slow: benchmarks the machine

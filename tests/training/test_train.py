@@ -45,12 +45,23 @@ from finetune.training.trainer_state import TrainerState
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
+SMALL = ["data.num_train=256", "data.batch_size=16"]
+FULL = [*FULL_OVERRIDES, *SMALL, "data.micro_batch=8"]
+
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """A finished run with every feature enabled, and its results."""
     out = tmp_path_factory.mktemp("plain") / "run"
-    return out, train(tiny_recipe(*FULL_OVERRIDES), out)
+    return out, train(tiny_recipe(*FULL), out)
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run with no feature enabled."""
+    out = tmp_path_factory.mktemp("losses") / "run"
+    train(tiny_recipe(*SMALL), out)
+    return read_train_losses(out)
 
 
 def test_run_directory_contains_all_files(finished_run) -> None:
@@ -79,26 +90,21 @@ def test_first_loss_is_ln_of_the_number_of_classes(tmp_path: Path) -> None:
     assert read_train_losses(tmp_path / "run")[0] == pytest.approx(math.log(10), abs=1e-6)
 
 
-def test_gradient_accumulation_does_not_change_the_losses(finished_run, tmp_path: Path) -> None:
-    whole_batches = tmp_path / "whole"
-    train(tiny_recipe(), whole_batches)
-    train(tiny_recipe("data.micro_batch=24"), tmp_path / "parts")
-    assert read_train_losses(tmp_path / "parts") == pytest.approx(
-        read_train_losses(whole_batches), abs=1e-5
-    )
-    assert len(set(read_train_losses(whole_batches))) >= 11  # the first learning rate is zero
-
-
-def test_grad_checkpointing_and_workers_do_not_change_the_losses(tmp_path: Path) -> None:
-    train(tiny_recipe(), tmp_path / "plain")
-    variants = {
-        "checkpointing": ["model.grad_checkpointing=true"],
-        "workers": ["data.keep=none", "data.workers=1"],
-    }
-    for name, overrides in variants.items():
-        train(tiny_recipe(*overrides), tmp_path / name)
-        expected = read_train_losses(tmp_path / "plain")
-        assert read_train_losses(tmp_path / name) == pytest.approx(expected, abs=1e-5), name
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.micro_batch=6"],
+        ["model.grad_checkpointing=true"],
+        ["data.keep=none", "data.workers=1"],
+    ],
+    ids=["accumulation", "checkpointing", "workers"],
+)
+def test_settings_that_do_not_change_the_losses(
+    overrides: list[str], plain_losses: list[float], tmp_path: Path
+) -> None:
+    train(tiny_recipe(*SMALL, *overrides), tmp_path / "run")
+    assert read_train_losses(tmp_path / "run") == pytest.approx(plain_losses, abs=1e-5)
+    assert len(set(plain_losses)) >= 11  # the first learning rate is zero
 
 
 # inductor compiles its kernels in each new environment, for 30 s of CPU time
@@ -184,12 +190,12 @@ def test_accelerate_environment_variables_do_not_change_training(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    train(tiny_recipe(*FULL_OVERRIDES), tmp_path / "run")
+    train(tiny_recipe(*FULL), tmp_path / "run")
     assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
 
 
 def test_log_intervals_continue_across_a_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe("run.log_every=5", "run.save_every=3", "run.eval_every=6")
+    recipe = tiny_recipe(*SMALL, "run.log_every=5", "run.save_every=3", "run.eval_every=6")
     train(recipe, tmp_path / "whole")
     out = tmp_path / "run"
     train_until_killed(8, recipe, out)
@@ -199,8 +205,8 @@ def test_log_intervals_continue_across_a_resume(tmp_path: Path) -> None:
 
 def test_wsd_run_is_lengthened_to_the_weights_of_a_longer_run(tmp_path: Path) -> None:
     wsd = ["optim.schedule=wsd", "run.best=last", "run.keep_checkpoints=1"]
-    recipe = tiny_recipe(*FULL_OVERRIDES, *wsd)
-    longer = tiny_recipe(*FULL_OVERRIDES, *wsd, "optim.steps=20")
+    recipe = tiny_recipe(*FULL, *wsd)
+    longer = tiny_recipe(*FULL, *wsd, "optim.steps=20")
     whole, short, branch, extended = (tmp_path / name for name in ("whole", "short", "b", "e"))
     train(longer, whole)
     train(recipe, short)
@@ -261,11 +267,11 @@ def test_signal_saves_a_checkpoint_and_resume_gives_the_same_weights(
 
     monkeypatch.setattr(TrainerState, "train_step", interrupted_step)
     with refused("interrupted", out, "step 5 of 12", "--resume") as caught:
-        train(tiny_recipe(*FULL_OVERRIDES), out)
+        train(tiny_recipe(*FULL), out)
     assert caught.value.exit_code == 143
     assert json.loads((out / "run.json").read_text())["status"] == "stopped (143)"
     monkeypatch.undo()
-    train(tiny_recipe(*FULL_OVERRIDES), out, resume=True)
+    train(tiny_recipe(*FULL), out, resume=True)
     assert read_weights(out) == read_weights(finished_run[0])
 
 
@@ -277,7 +283,7 @@ def test_checkpoint_is_saved_if_no_next_batch_arrives(
 
     def failing_read_batches(self: PixelStore, batches: Any) -> Any:
         for number, batch in enumerate(read_all(self, batches)):
-            if number == 18 and self.split.name == "train":  # in the middle of step 5
+            if number == 9 and self.split.name == "train":  # in the middle of step 5
                 if cause == "source fails":
                     raise HubError("http://x/a.tar: gone; try again later", code="hub.unreachable")
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -288,23 +294,23 @@ def test_checkpoint_is_saved_if_no_next_batch_arrives(
     is_signal, started = cause != "source fails", time.monotonic()
     names = (out, "step 4 of 12") if is_signal else ("gone",)
     with refused("interrupted" if is_signal else "hub.unreachable", *names):
-        train(tiny_recipe(*FULL_OVERRIDES), out)
+        train(tiny_recipe(*FULL), out)
     assert time.monotonic() - started < 50
     assert RunDir(out).checkpoint_steps()[-1] == 4
     monkeypatch.undo()
-    train(tiny_recipe(*FULL_OVERRIDES), out, resume=True)
+    train(tiny_recipe(*FULL), out, resume=True)
     assert read_weights(out) == read_weights(finished_run[0])
 
 
 def test_finished_run_is_not_restarted(finished_run) -> None:
     with refused("setup.run_exists", finished_run[0], "--out"):
-        train(tiny_recipe(*FULL_OVERRIDES), finished_run[0])
+        train(tiny_recipe(*FULL), finished_run[0])
 
 
 def test_resuming_a_finished_run_returns_its_results(finished_run) -> None:
     before = read_weights(finished_run[0])
     assert (
-        train(tiny_recipe(*FULL_OVERRIDES, "run.log_every=5"), finished_run[0], resume=True)
+        train(tiny_recipe(*FULL, "run.log_every=5"), finished_run[0], resume=True)
         == finished_run[1]
     )
     assert read_weights(finished_run[0]) == before
@@ -314,14 +320,14 @@ def test_early_stopping_and_the_choice_of_published_weights(tmp_path: Path) -> N
     # With a learning rate near zero, no evaluation is better than the first, and the last is equal.
     out = tmp_path / "run"
     no_improvement = ["optim.lr=1e-30", "run.best=val.loss", "run.eval_every=2", "run.patience=2"]
-    results = train(tiny_recipe(*no_improvement), out)
+    results = train(tiny_recipe(*SMALL, *no_improvement), out)
     assert results["steps"] == results["best_step"] == 6
     # A destructive learning rate: the first evaluation stays best; `last` keeps the last weights.
     worse = ["optim.lr=30", "optim.schedule=constant", "run.eval_every=1", "run.keep_checkpoints=1"]
     for best, step in (("val.loss", 1), ("last", 4)):
         out = tmp_path / best
         with refused("diverged.loss", f"the weights of step {step}"):
-            train(tiny_recipe(*worse, "optim.steps=4", f"run.best={best}"), out)
+            train(tiny_recipe(*SMALL, *worse, "optim.steps=4", f"run.best={best}"), out)
         checkpoint = load_file(RunDir(out).checkpoint_folder(step) / "model.safetensors")[
             "head.weight"
         ]
@@ -448,18 +454,12 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
-    recipe = tmp_path / "tiny.yaml"
+def test_two_processes_give_the_losses_of_one(plain_losses: list[float], tmp_path: Path) -> None:
+    """Each accumulates two micro-batches; without accumulation, test_stages.py compares them."""
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "two"
     recipe.write_text(TINY_RECIPE)
-    train(tiny_recipe(), tmp_path / "one")
-    expected = read_train_losses(tmp_path / "one")
-    for other, *overrides in (["two"], ["two-by-two", "data.micro_batch=16"]):
-        out = str(tmp_path / other)
-        run_two_ranks(run_rank_command, "train", str(recipe), *overrides, "--out", out)
-    for other in ("two", "two-by-two"):
-        record = json.loads((tmp_path / other / "run.json").read_text())
-        assert record["num_processes"] == 2
-        assert read_train_losses(tmp_path / other) == pytest.approx(expected, abs=1e-5)
-        actual = json.loads((tmp_path / other / "results.json").read_text())
-        single = json.loads((tmp_path / "one" / "results.json").read_text())
-        assert actual["test"]["examples"] == single["test"]["examples"] == 355
+    overrides = [*SMALL, "data.micro_batch=4"]
+    run_two_ranks(run_rank_command, "train", str(recipe), *overrides, "--out", str(out))
+    assert json.loads((out / "run.json").read_text())["num_processes"] == 2
+    assert read_train_losses(out) == pytest.approx(plain_losses, abs=1e-5)
+    assert json.loads((out / "results.json").read_text())["test"]["examples"] == 355

@@ -101,8 +101,17 @@ def test_planted_problems(repository: Path, tmp_path: Path) -> None:
         repository, "plant_problems.py", "embedded:digits", str(out), *options
     )
     assert (copies.split()[-1], leaks.split()[-1], wrong) == ("3", "40", "0")
-    assert int(leaks.split()[0]) >= 8  # the mirror images, at least
+    assert int(leaks.split()[0]) >= 38
     assert len(list(out.rglob("*.png"))) == 343
+
+
+@pytest.mark.faults
+def test_tiny_copies(repository: Path) -> None:
+    options = ("--images", "300", "--draws", "1")
+    rows = run_script(repository, "tiny_copies.py", "embedded:digits", *options)
+    ceiling, found = rows[:5], {row[0]: row[1] for row in rows[5:] if len(row) == 2}
+    assert min(float(row[1]) for row in ceiling) > 5
+    assert found["mirror"] == "30 of 30"
 
 
 @pytest.mark.faults

@@ -3,8 +3,8 @@
 Neighbors in feature space, and among small gray images, are candidates. Each candidate is confirmed
 on gray images: the best of 62 crops of one image starts a registration of position and size on the
 other; then both must correlate, also in their fine detail, in which similar scenes differ. Where
-all images look alike, as digits do, the limit rises to what random images are not expected to
-reach.
+all images look alike, the limit rises to what random images are not expected to reach. Tiny images
+are compared in another way, see `tiny_images.py`.
 """
 
 # N images, P pairs, D width, k neighbors, S side of a thumbnail, T side of a coarse one

@@ -307,6 +307,8 @@ def warn_of_training_images(
     record = read_record(RunDir(model))
     recorded = record.get("split_fingerprints", {})
     is_own_data = redact_urls(source.name) == recipe.data.source
+    if is_own_data and split == "train":
+        logger.warning(f"{model}: was trained on these images, so its metrics are too high")
     if is_own_data and (split == "train" or recorded.get(split) == images.fingerprint):
         leaks = [leak for leak in record.get("leakage", []) if leak.startswith(f"split '{split}'")]
     elif images.is_streamed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
 import shlex
 import time
 import uuid
@@ -29,6 +30,8 @@ __all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
+# Variables that limit the instructions of oneDNN and MKL.
+_INSTRUCTION_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
 # Entries of run.json that are written at the end of a run, and removed when it continues.
@@ -188,13 +191,17 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
         record: run.json with the environment of this start.
     """
     device = record["device"]
+    cpu = {
+        "run.threads": device["threads"],
+        "instructions": device["instructions"],
+        **{name: os.environ.get(name) for name in _INSTRUCTION_VARIABLES},
+    }
     return {
         "data.micro_batch": setup.recipe.data.micro_batch,
         "processes": record["num_processes"],
         "device": device["name"],
         "torch": record["versions"]["torch"],
-        **({"run.threads": device["threads"]} if device["type"] == "cpu" else {}),
-        **({"instructions": device["instructions"]} if device["type"] == "cpu" else {}),
+        **(cpu if device["type"] == "cpu" else {}),
     }
 
 

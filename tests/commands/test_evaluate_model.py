@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logs import logged
 from networks import forget_checksums
 from PIL import Image
 from ranks import run_rank_command, run_two_ranks
@@ -54,6 +55,15 @@ def test_evaluate_reproduces_the_runs_metrics(finished_run, split: str) -> None:
     assert evaluated["confusion"] == results[split]["confusion"]
     assert evaluated["loss"] == pytest.approx(results[split]["loss"], abs=1e-6)
     assert (evaluated["split"], evaluated["data"]) == (split, "embedded:digits")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_evaluation_on_training_images_is_said(finished_run, split: str) -> None:
+    lines: list[str] = []
+    with logged(lines):
+        evaluate_model(str(finished_run[0]), split=split)
+    warning = f"{finished_run[0]}: was trained on these images, so its metrics are too high"
+    assert (warning in lines) == (split == "train")
 
 
 def test_evaluate_uses_the_kernels_and_dtype_of_training(finished_run, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import functools
 import gc
@@ -261,24 +262,33 @@ def no_plots() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def exported_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int | None]:
-    """Return `export_network` with a memory: an equal network is copied, not traced again."""
+    """Return `export_network` with a memory: an equal network is copied, not traced again.
+
+    The processes of a parallel suite share it.
+    """
     import torch
 
     from finetune.commands.export_formats import export_network
 
-    folder = tmp_path_factory.mktemp("exported-files")
-    opsets: dict[str, int | None] = {}
+    top = tmp_path_factory.getbasetemp()
+    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "exported-files"
+    folder.mkdir(exist_ok=True)
 
     def export(network: Any, example: Any, path: Path, *names: str, **options: Any) -> int | None:
         content = io.BytesIO()
         torch.save((network, tuple(example.shape), names, options), content)
-        key = hashlib.sha256(content.getvalue()).hexdigest()
-        if key not in opsets:
-            opsets[key] = export_network(network, example, path, *names, **options)
-            shutil.copy(path, folder / key)
+        kept = folder / hashlib.sha256(content.getvalue()).hexdigest()
+        opset = kept.with_suffix(".opset")
+        if opset.exists():
+            shutil.copy(kept, path)
         else:
-            shutil.copy(folder / key, path)
-        return opsets[key]
+            number = export_network(network, example, path, *names, **options)
+            for file, copied in ((kept, path.read_bytes()), (opset, repr(number).encode())):
+                draft = file.with_suffix(f".{os.getpid()}")
+                draft.write_bytes(copied)
+                draft.replace(file)
+        found: int | None = ast.literal_eval(opset.read_text())
+        return found
 
     return export
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -184,8 +185,24 @@ def test_all_of_them_are_here() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(SHORT) == list(PICTURES)
 
 
-@pytest.mark.slow
 @names
+def test_it_imports_what_exists(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    lines = "\n".join(cell.source for cell in code(notebook)).splitlines()
+    tree = ast.parse("\n".join(line for line in lines if not line.startswith(("%", "!"))))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert len(imports) > 3
+    exec(compile(ast.Module(imports, []), str(path), "exec"), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path is NOTEBOOKS[0] else [pytest.mark.faults], id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "jupyter_client.provisioning.local_provisioner.launch_kernel"
     monkeypatch.setattr(place, Forked)

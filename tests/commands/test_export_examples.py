@@ -59,8 +59,8 @@ def test_node_example(folder: Path) -> None:
     require_ort_web()
     (folder / "classify.mjs").write_text(code_block("js"), encoding="utf-8")
     (folder / "node_modules").symlink_to(NODE_MODULES)
-    names = ("rgb.png", "gray.png", "transparent.png", "turned.jpg")
-    check_answers(["node", "classify.mjs"], folder, *names)
+    # each start compiles the runtime, seconds; the C++ example reads the other two
+    check_answers(["node", "classify.mjs"], folder, "transparent.png", "turned.jpg")
 
 
 def test_cpp_example(folder: Path) -> None:

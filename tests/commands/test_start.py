@@ -524,6 +524,7 @@ def test_is_data_source_distinguishes_sources_from_recipes(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.usefixtures("no_plots")
 class TestCommandLine:
     QUICK_OVERRIDES = ("model.name=embedded:vit_nano", "model.freeze=backbone", "optim.steps=3")
 

@@ -204,7 +204,11 @@ def exec_in_fork(program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize(
+    "hosted",
+    # the rest of what differs on the hub: tests/demo/test_middleware.py
+    [False, pytest.param(True, marks=pytest.mark.faults)],
+)
 def test_runs_from_its_folder_alone(
     model: str, exported: Path, tmp_path: Path, hosted: bool
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_small_class_has_example_images(image_folder: Path, tmp_path: Path) ->
 
 
 def test_predictions_of_a_run_count_for_its_held_out_images(
-    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_plots: None
 ) -> None:
     test = image_folder / "test"
     shutil.move(test / "red" / "red-1.png", test / "green" / "x.png")

@@ -56,11 +56,10 @@ def compute_on_ranks(first: ClassificationMetrics, second: ClassificationMetrics
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batches_and_processes_do_not_change_the_bits(dtype: torch.dtype) -> None:
-    """With N = 1…25, batches of 1…4, and one or two processes, the sums are bit-identical."""
+    """With N up to 25, batches of 1…4, and one or two processes, the sums are bit-identical."""
     all_logits, all_labels = make_sample(25, 7)
     all_logits = all_logits.to(dtype)
-    compared = 0
-    for num, batch_size in itertools.product(range(1, 26), range(1, 5)):
+    for num, batch_size in itertools.product((1, 2, 3, 5, 8, 13, 24, 25), range(1, 5)):
         logits, labels = all_logits[:num], all_labels[:num]
         expected = count_metrics(logits, labels)
         assert expected.compute()["examples"] == num
@@ -73,8 +72,6 @@ def test_batches_and_processes_do_not_change_the_bits(dtype: torch.dtype) -> Non
             count_metrics(logits[order], labels[order], batch_size=batch_size).compute()
             == expected.compute()
         )
-        compared += 1
-    assert compared == 100
 
 
 def check_class_means(

@@ -349,13 +349,13 @@ def warn_if_changed(run: str, source: Source, split: str, *, is_main: bool = Tru
         is_main: False to warn in another process.
     Returns: True if it has changed.
     """
-    fingerprint = source.splits[split].fingerprint
     recorded = read_record(RunDir(run)).get("split_fingerprints", {})
-    has_changed = recorded.get(split, fingerprint) != fingerprint
+    current = {split: source.splits[split].fingerprint, "classes": source.classes_fingerprint}
+    has_changed = any(recorded.get(name, sha256) != sha256 for name, sha256 in current.items())
     if has_changed and is_main:
         logger.warning(
-            f"{source.name}: images or labels of '{split}' have changed since the run {run}; the "
-            "metrics in its results.json are those of the old images and labels"
+            f"{source.name}: images, labels or classes of '{split}' have changed since the run "
+            f"{run}; the metrics in its results.json are those of the old ones"
         )
     return has_changed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -197,6 +198,11 @@ class Source:
         left_out = split.subset(np.setdiff1d(np.arange(len(split)), indices))
         splits = {**self.splits, name: split.subset(indices)}
         return dataclasses.replace(self, splits=splits, unused=(*self.unused, left_out))
+
+    @property
+    def classes_fingerprint(self) -> str:
+        """A sha256 of the class names and their order."""
+        return hashlib.sha256(json.dumps(self.class_names).encode()).hexdigest()
 
     def whole_fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each split before any image was held out or left out.

@@ -30,8 +30,8 @@ __all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
-# Variables that limit the instructions of oneDNN and MKL.
-_INSTRUCTION_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
+# Environment variables of oneDNN and MKL, of which some change their instructions or precision.
+_NUMERIC_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_")
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
 # Entries of run.json that are written at the end of a run, and removed when it continues.
@@ -194,7 +194,9 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
     cpu = {
         "run.threads": device["threads"],
         "instructions": device["instructions"],
-        **{name: os.environ.get(name) for name in _INSTRUCTION_VARIABLES},
+        "variables": {
+            name: value for name, value in os.environ.items() if name.startswith(_NUMERIC_VARIABLES)
+        },
     }
     return {
         "data.micro_batch": setup.recipe.data.micro_batch,

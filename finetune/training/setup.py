@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -96,9 +94,8 @@ class TrainingSetup:
 
     def fingerprints(self) -> dict[str, str]:
         """Return a sha256 of each split (images, labels and their order) and of the class names."""
-        names = json.dumps(self.source.class_names).encode()
         splits = {name: split.fingerprint for name, split in self.source.splits.items()}
-        return {**splits, "classes": hashlib.sha256(names).hexdigest()}
+        return {**splits, "classes": self.source.classes_fingerprint}
 
     def whole_fingerprints(self) -> dict[str, str]:
         """Return `Source.whole_fingerprints` if run.seed draws images; else {}, without reading."""

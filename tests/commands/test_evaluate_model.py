@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from small_datasets import write_image_folder
 
 from finetune.commands import evaluate
 from finetune.commands.compare import compare_models
-from finetune.commands.evaluate import evaluate_model, format_evaluation, write_evaluation
+from finetune.commands.evaluate import (
+    evaluate_model,
+    format_evaluation,
+    warn_if_changed,
+    write_evaluation,
+)
 from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
 from finetune.errors import SetupError
@@ -101,6 +107,14 @@ def test_wrong_splits_data_and_classes_are_refused(finished_run, image_folder: P
         evaluate_model(str(out), data=f"folder:{image_folder}")
     with refused("recipe.missing_option", "--data"):
         evaluate_model(str(out / "model"))
+
+
+def test_classes_in_another_order_are_said(finished_run) -> None:
+    recipe = parse_recipe(RECIPE)
+    source = open_data(recipe.data, recipe.run.seed)
+    assert not warn_if_changed(str(finished_run[0]), source, "test")
+    reordered = replace(source, class_names=source.class_names[::-1])
+    assert warn_if_changed(str(finished_run[0]), reordered, "test")
 
 
 def test_falls_back_to_validation_without_a_test_split(

@@ -94,13 +94,13 @@ def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
     assert f"results will differ in the last bits: {', '.join(changes)}" in lines
     record = read_record(run)
     assert record["numerics_changed"] == changes
-    old = {"run.threads": -1, "instructions": ["none"], "MKL_CBWR": "AVX2"}
+    old = {"run.threads": -1, "instructions": ["none"], "variables": {"MKL_CBWR": "AVX2"}}
     write_record(run, {**record, "numerics": {**record["numerics"], **old}})
     start(run, make_setup("data.micro_batch=4"), resume=True, num_processes=2)
     threads, instructions, variable = read_record(run)["numerics_changed"][2:]
     assert threads == f"run.threads -1 -> {torch.get_num_threads()}"
     assert instructions.startswith("instructions ['none'] -> ")
-    assert variable == "MKL_CBWR AVX2 -> None"
+    assert variable.startswith("variables {'MKL_CBWR': 'AVX2'} -> {")
 
 
 def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path) -> None:

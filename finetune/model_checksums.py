@@ -10,12 +10,15 @@ as one from timm, is not verified.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from finetune.errors import WeightsError
 from finetune.files import file_sha256, read_untrusted_json, write_atomically
@@ -45,9 +48,8 @@ DESCRIPTION_FILES = (
 )
 # Of a card, only the parts with results have a checksum; its other text may be edited.
 _CARDS = ("README.md", "adapter/README.md")
-_CARD_RESULTS = re.compile(
-    r"^model-index *:.*\n(?:[ -].*\n)+|^## +(?:Results|Export|Claims) *\n(?:(?!## ).*\n)*", re.M
-)
+_CARD_METADATA = re.compile(r"---\n(.*?)\n---\n", re.S)
+_CARD_SECTIONS = re.compile(r"^## +(?:Results|Export|Claims) *\n(?:(?!## ).*\n)*", re.M)
 _ADVICE = (
     "restore it from a copy or download it again; train --resume rebuilds the model/ of a run from "
     "its checkpoint"
@@ -98,8 +100,16 @@ def _hash_card_results(folder: Path) -> dict[str, str]:
     for name in _CARDS:
         if (path := folder / name).is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
-            if parts := _CARD_RESULTS.findall(text):
-                hashes[f"{name}: results"] = hashlib.sha256("".join(parts).encode()).hexdigest()
+            metadata: Any = {}
+            if match := _CARD_METADATA.match(text):
+                with contextlib.suppress(yaml.YAMLError):  # the Hub refuses it
+                    metadata = yaml.safe_load(match[1])
+            index = metadata.get("model-index") if isinstance(metadata, dict) else None
+            content = {"index": index, "sections": _CARD_SECTIONS.findall(text)}
+            if any(content.values()):
+                hashes[f"{name}: results"] = json_sha256(
+                    json.loads(json.dumps(content, default=str))
+                )
     return hashes
 
 

@@ -383,11 +383,11 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
             code="data.no_split",
         )
     recorded = first.record.get("split_fingerprints", {})
-    for name in setup.source.splits.keys() & {"val", "test"}:  # the average is evaluated on them
-        if setup.source.splits[name].fingerprint != recorded.get(name):
+    for name, sha256 in setup.fingerprints().items():
+        if name != "train" and sha256 != recorded.get(name):  # the average is not trained
             raise DataError(
-                f"{first.recipe.data.source}: images or labels of '{name}' have changed since the "
-                f"run {first.run.path}; restore them",
+                f"{first.recipe.data.source}: images, labels or classes of '{name}' have changed "
+                f"since the run {first.run.path}; restore them",
                 code="data.changed",
             )
     check_same_weights(first.run, setup, first.record)

@@ -27,6 +27,7 @@ from finetune.commands.evaluate import (
     prepare_evaluation,
     warn_of_training_images,
 )
+from finetune.data.decisions import split_decisions
 from finetune.data.from_recipe import resolve_data_section
 from finetune.data.source import Source, Split
 from finetune.data.thread_pool import thread_map
@@ -62,7 +63,7 @@ from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
 from finetune.run.directory import format_json
-from finetune.run.record import load_run_recipe
+from finetune.run.record import describe_split_decisions, load_run_recipe
 from finetune.training.accelerator import create_run_accelerator
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def compare_models(
         fail_if: limit on the change of a metric.
     Returns: the content of compare.json, and the error if the limit is exceeded. The content has
         the keys "a", "b" ({"model", "parameters", "size_bytes", "image_size", "latency_ms"}),
-        "data", "split", "data_changed", "images", "class_names", "top1", "top5" (the result of
+        "data", "split", "data_changed", "images", "decisions" (see `split_decisions`, only if they
+        have changed the split), "class_names", "top1", "top5" (the result of
         `compare_correct`), "loss" (that of `compare_loss`), "negative_flip_rate", "both_wrong"
         (images with two different wrong answers), "flips" (the images that only one model has
         right, the surest answers of the second model first), "slices" (see `rank_slices`),
@@ -176,6 +178,7 @@ def compare_models(
         "split": split,
         "data_changed": data_changed,
         "images": num_images,
+        **split_decisions(source, split),
         "class_names": class_names[0],
         "top1": compare_correct(a["top1"], b["top1"]),
         "top5": compare_correct(a["top5"], b["top5"]),
@@ -388,7 +391,9 @@ def format_comparison(result: Mapping[str, Any], *, out: str | None) -> str:
     """Format a comparison for the terminal."""
     num_images = result["images"]
     lines = [f"{key.upper()}  {escape_to_one_line(result[key]['model'])}" for key in ("a", "b")]
-    lines += ["", f"'{result['split']}' of {result['data']}, {pluralize(num_images, 'image')}"]
+    facts = [f"'{result['split']}' of {result['data']}", pluralize(num_images, "image")]
+    facts += filter(None, [describe_split_decisions(result)])
+    lines += ["", ", ".join(facts)]
     metrics = ("top1", "top5", "loss") if len(result["class_names"]) > 5 else ("top1", "loss")
     lines += [
         f"{metric}  {describe_difference(metric, result[metric], num_images)}" for metric in metrics

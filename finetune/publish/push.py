@@ -172,14 +172,12 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     verify_model_folder(folder, source=str(run))
     if not is_run:  # the cards of a run are written again
         verify_card_results(folder, source=str(run))
-    read_certificate(folder)  # checks that an exported model belongs to the weights
+    # it is checked that an exported model belongs to the weights
+    export_files = EXPORT_FILES if read_certificate(folder) else ()
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
-    return (
-        folder,
-        (*PUBLISHED_FILES, *EXPORT_FILES, *(f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES)),
-        is_run,
-    )
+    adapter_files = [f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES]
+    return folder, (*PUBLISHED_FILES, *export_files, *adapter_files), is_run
 
 
 # --- upload --------------------------------------------------------------------------------------

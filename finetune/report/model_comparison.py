@@ -12,6 +12,7 @@ from finetune.formatting import TOO_FEW_IMAGES_NOTE, format_bytes, format_short_
 from finetune.report.html import render_html
 from finetune.report.run_data import SPLIT_NAMES, format_percent
 from finetune.report.thumbnails import split_thumbnail
+from finetune.run.record import describe_split_decisions
 
 __all__ = ["render_model_comparison"]
 
@@ -42,6 +43,7 @@ def render_model_comparison(result: Mapping[str, Any], split: Split) -> str:
         source=result["data"],
         split_name=SPLIT_NAMES[result["split"]],
         num_images=num_images,
+        decisions=describe_split_decisions(result),
         too_few=TOO_FEW_IMAGES_NOTE if num_images < TOO_FEW_IMAGES else "",
         points=_format_points(top1["difference"]),
         interval=_format_interval(top1["interval"]),

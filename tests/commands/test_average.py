@@ -240,7 +240,7 @@ def test_invalid_arguments_and_damaged_runs_are_refused(runs: Path, tmp_path: Pa
     assert not Path(out).exists()
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("split", ["val", "test", "classes"])
 def test_changed_images_are_refused(runs: Path, tmp_path: Path, split: str) -> None:
     path = shutil.copytree(runs / "a", tmp_path / "a") / "run.json"
     record = json.loads(path.read_text())

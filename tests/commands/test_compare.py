@@ -269,6 +269,18 @@ class TestPhotos:
         assert "slices of fewer than 10 images" in text
         assert "too few images" in (tmp_path / "out" / "compare.html").read_text()
 
+    def test_decisions_on_test_images_are_said(
+        self, photos: tuple[Path, str, str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "decisions.csv"
+        file.write_text("action,path,label\ndrop,test/red/camera0/0.png,\n")
+        data = [f"data.source=folder:{photos[0] / 'photos'}", f"data.decisions={file}"]
+        train_run(tmp_path / "run", *data, "data.decisions_on_test=true")
+        result = compare(str(tmp_path / "run"), photos[1], out=str(tmp_path / "out"))
+        assert (result["images"], result["decisions"]["dropped"]) == (59, 1)
+        assert "59 images, after decisions (1 dropped)" in format_comparison(result, out=None)
+        assert "after decisions (1 dropped)" in (tmp_path / "out" / "compare.html").read_text()
+
     def test_unreadable_image(self, photos: tuple[Path, str, str], tmp_path: Path) -> None:
         copy = tmp_path / "copy"
         shutil.copytree(photos[0] / "photos", copy)

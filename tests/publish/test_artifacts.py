@@ -86,7 +86,7 @@ def test_results_in_a_card_cannot_be_edited_before_a_push(runs: Path, tmp_path: 
     top1 = json.loads((folder / "results.json").read_text())["test"]["top1"]
     for old, spaced in (
         (f"| {top1:.4f} |", text.replace("## Results", "##  Results")),
-        (f"value: {round(top1, 6)}", text.replace("model-index:", "model-index :")),
+        (f"value: {round(top1, 6)}", text.replace("model-index:", "'model-index':")),
     ):
         card.write_text(spaced.replace(old, old.replace("0.", "0.9")))
         assert card.read_text() != text

@@ -96,6 +96,12 @@ class TestPush:
         assert hub.count("PUT ") == 0
         assert files_on_hub(hub) == {}
 
+    def test_an_export_without_its_certificate_is_not_sent(
+        self, hub: HubServer, folder: Path
+    ) -> None:
+        (folder / "model.onnx").write_bytes(b"from elsewhere")
+        assert push(folder, "alice/net")["files"] == sorted(NAMES)
+
     def test_push_sends_only_changed_files(self, hub: HubServer, folder: Path) -> None:
         first = push(folder, "alice/net")
         sent = hub.count("POST .*/(commit|preupload)/")

@@ -267,15 +267,16 @@ class TestRuns:
 
         monkeypatch.setattr(Teacher, "forward", counted)
         monkeypatch.setattr(Teacher, "forward_features", counted)
-        overrides = [f"distill.kind={kind}", "optim.steps=20", "run.eval_every=20"]
+        overrides = [f"distill.kind={kind}", "optim.steps=8", "run.eval_every=8"]
+        overrides += ["data.num_train=60", "run.test=false"]
         train(make_recipe(teacher, *overrides, TEACHER_ONCE), tmp_path / "once")
-        assert sum(batch_sizes) == 2 + 140, (
+        assert sum(batch_sizes) == 2 + 50, (
             "two blank images for the output shape, then each image once"
         )
         train(make_recipe(teacher, *overrides, TEACHER_ONCE, "optim.lr=1e-3"), tmp_path / "again")
-        assert sum(batch_sizes) == 2 * 2 + 140
+        assert sum(batch_sizes) == 2 * 2 + 50
         train(make_recipe(teacher, *overrides, TEACHER_EVERY_STEP), tmp_path / "every_step")
-        assert sum(batch_sizes) == 3 * 2 + 140 + 20 * 16
+        assert sum(batch_sizes) == 3 * 2 + 50 + 8 * 16
         for key in ("loss", "distill_loss"):
             once, every_step = (
                 logged_values(tmp_path / name, key) for name in ("once", "every_step")

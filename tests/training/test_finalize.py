@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_runs import disable_plots
+from forked_runs import copy_run, disable_plots, disable_report_and_plots
 from networks import config_without_checksums
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -36,9 +36,25 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     disable_plots(monkeypatch)
 
 
-def test_results_contain_calibration_temperature_and_mistakes(tmp_path: Path) -> None:
-    results = train(parse_recipe(RECIPE), tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable_report_and_plots(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished run with its report, and its results; tests that change it must copy it first."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        disable_plots(patch)
+        return out, train(parse_recipe(RECIPE), out)
+
+
+def test_results_contain_calibration_temperature_and_mistakes(
+    finished_run: tuple[Path, dict[str, Any]],
+) -> None:
+    run, results = finished_run
+    assert json.loads((run / "results.json").read_text()) == results
     assert results["temperature"] == results["test"]["calibrated"]["temperature"]
     assert len(results["test"]["mistakes"]) == 24
     split = open_source("embedded:digits").splits["test"]
@@ -46,11 +62,11 @@ def test_results_contain_calibration_temperature_and_mistakes(tmp_path: Path) ->
         assert split.labels[mistake["index"]] == mistake["label"] != mistake["predicted"]
         assert split.name_of(mistake["index"]) == mistake["name"]
     assert "mistakes" not in results["val"]
-    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text("utf-8"))
+    config = json.loads((run / "model" / "config.json").read_text("utf-8"))
     scores = ValidationScores.from_config(config["validation_scores"], num_classes=10, source="")
     assert (scores.split, len(scores)) == ("val", results["val"]["examples"])
     assert (scores.nonconformity == 0).mean() == pytest.approx(results["val"]["top1"])
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (run / "report.html").read_text()
     assert f"{100 * results['test']['top1']:.2f}" in page
 
 
@@ -76,10 +92,9 @@ def test_mistakes_come_from_validation_without_a_test_split(
     assert before.count("data:image/png") == len(results["val"]["mistakes"])
     # one row per class, without random augmentation
     assert after.count("data:image/png") == 3 * (1 + 1 + 1)
-    without_test = train(parse_recipe(RECIPE, overrides=["run.test=false"]), tmp_path / "unread")
-    assert without_test["val"]["mistakes"]  # the test split exists but is not used
 
 
+@pytest.mark.usefixtures("no_report")
 def test_no_temperature_without_a_validation_split(tmp_path: Path) -> None:
     results = train(parse_recipe(RECIPE, overrides=["data.val_fraction=0"]), tmp_path / "run")
     assert "temperature" not in results
@@ -88,6 +103,7 @@ def test_no_temperature_without_a_validation_split(tmp_path: Path) -> None:
     assert "calibration" not in config
 
 
+@pytest.mark.usefixtures("no_report")
 def test_mistake_indices_count_unreadable_images(tmp_path: Path, image_folder: Path) -> None:
     damaged = sorted((image_folder / "test").rglob("*.png"))[0]
     damaged.write_bytes(b"no image")
@@ -124,6 +140,7 @@ def test_equal_pixels_in_other_files_are_said_and_recorded(
     assert "**Leak:** split 'test': 1 of 13 images have the same pixels" in card
 
 
+@pytest.mark.usefixtures("no_report")
 def test_unreadable_test_image_does_not_prevent_publishing_the_model(
     tmp_path: Path, image_folder: Path
 ) -> None:
@@ -147,9 +164,10 @@ def test_failed_report_does_not_fail_the_run(tmp_path: Path, monkeypatch, capsys
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
 
 
-def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(parse_recipe(RECIPE), out)
+def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out = copy_run(finished_run[0], tmp_path / "run")
     before = (out / "results.json").read_bytes()
     claims = 'claims: [{metric: test.top1, value: 0.5, tolerance: 0.5, source: "table §7"}]\n'
     results = train(parse_recipe(RECIPE + claims), out, resume=True)
@@ -164,10 +182,9 @@ def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(tmp_path: Path
 
 
 def test_changed_results_are_refused_until_they_are_measured_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "run"
-    expected = train(parse_recipe(RECIPE), out)
+    out, expected = copy_run(finished_run[0], tmp_path / "run"), finished_run[1]
     evaluate_model(str(out))
     assert "results.json" not in caplog.text
     (out / "results.json").write_text(
@@ -214,6 +231,7 @@ def validation_lines(run: Path) -> list[dict[str, Any]]:
     return [line for line in RunDir(run).read_metrics() if line["split"] == "val"]
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("with_test", [True, False], ids=["tested", "untested"])
 def test_finalize_reuses_the_last_evaluation_and_saves_once(
     with_test: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +242,7 @@ def test_finalize_reuses_the_last_evaluation_and_saves_once(
     evaluated_again = CallCounter(monkeypatch, evaluation, "evaluate")
     expected = train(recipe, tmp_path / "evaluated_again")
     monkeypatch.undo()
-    disable_plots(monkeypatch)
+    disable_report_and_plots(monkeypatch)
     reused = CallCounter(monkeypatch, evaluation, "evaluate")
     saved = CallCounter(monkeypatch, finalize, "save_model")
     results = train(recipe, tmp_path / "reused")
@@ -241,11 +259,11 @@ def test_finalize_reuses_the_last_evaluation_and_saves_once(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_resumed_finalize_evaluates_the_best_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, out = parse_recipe(RECIPE), tmp_path / "run"
-    expected = train(recipe, tmp_path / "whole")
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -255,10 +273,11 @@ def test_resumed_finalize_evaluates_the_best_weights(
         with pytest.raises(KeyboardInterrupt):
             train(recipe, out)
     evaluations = CallCounter(monkeypatch, evaluation, "evaluate")
-    assert without_timings(train(recipe, out, resume=True)) == without_timings(expected)
+    assert without_timings(train(recipe, out, resume=True)) == without_timings(finished_run[1])
     assert evaluations.calls == 2
 
 
+@pytest.mark.usefixtures("no_report")
 def test_results_match_the_published_weights_if_the_best_checkpoint_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_plots")
 FILES = dataset_shards(4, 40)
 STREAMED = [
     *(f"data.source=hub:{REPO_NAME}", "data.streaming=true", "data.batch_size=24"),
-    *("data.val_fraction=0.2", "optim.steps=12", "run.save_every=3", "run.eval_every=4"),
+    *("data.val_fraction=0.2", "optim.steps=8", "run.save_every=3", "run.eval_every=4"),
     *("model.dropout=0.1", "optim.ema_decay=0.9", "data.micro_batch=8"),
 ]
 
@@ -105,9 +105,9 @@ def test_streamed_evaluation_matches_images_in_memory(hub: HubServer, tmp_path: 
 def test_killed_run_resumes_to_the_same_weights(
     hub: HubServer, finished_run: Path, tmp_path: Path
 ) -> None:
-    train_until_killed(9, make_recipe(), tmp_path / "killed")
+    train_until_killed(7, make_recipe(), tmp_path / "killed")
     steps = [int(p.name[5:]) for p in (tmp_path / "killed/checkpoints").iterdir()]
-    assert max(steps) < 9
+    assert max(steps) < 7
     train(make_recipe(), tmp_path / "killed", resume=True)
     assert read_weights(tmp_path / "killed") == read_weights(finished_run)
     assert read_train_losses(tmp_path / "killed") == read_train_losses(finished_run)

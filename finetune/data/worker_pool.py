@@ -79,9 +79,7 @@ class WorkerStatus:
             another reason or hangs.
         """
         before = set(multiprocessing.active_children())
-        with _preserve_sigchld_handler(), _ignore_worker_count_warning():
-            items = iter(loader)
-        workers = [child for child in multiprocessing.active_children() if child not in before]
+        workers: _Processes = []
 
         def kill_workers() -> None:
             for worker in workers:  # joining a hanging worker would block; killing loses nothing
@@ -93,6 +91,11 @@ class WorkerStatus:
             lambda: self._timeout_error(workers, name_of, timeout_seconds), kill_workers
         )
         try:
+            try:
+                with _preserve_sigchld_handler(), _ignore_worker_count_warning():
+                    items = iter(loader)
+            finally:  # a stop signal may come after the workers have started
+                workers += (c for c in multiprocessing.active_children() if c not in before)
             while True:
                 with watchdog.waiting(timeout_seconds if workers else None):
                     item = self._next_item(items, workers, name_of, timeout_seconds)

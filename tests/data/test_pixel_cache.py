@@ -284,12 +284,12 @@ def test_a_signal_leaves_no_file_and_no_process(
         with pytest.raises(KeyboardInterrupt):
             decode_cached(split)
     finally:
+        # until no worker is left that could send the signal: by default, it ends this process
+        wait_until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
         signal.signal(signal_number, old_handler)
     assert [path.suffix for path in cache_folder.iterdir()] in ([], [".lock"])
     processes = [int(path.name) for path in marker_folder.iterdir()]
     assert processes
-    # a signal while workers start leaves an iterator that only the garbage collector finds
-    wait_until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
 
 
 def test_an_image_that_changes_during_decoding_is_an_error(

@@ -127,6 +127,23 @@ def test_times_out_if_a_worker_hangs_while_sending_a_tensor() -> None:
         next(numbers)
 
 
+class LoaderInterruptedAtItsStart:
+    """A loader that a stop signal interrupts when its worker has started."""
+
+    def __iter__(self) -> Iterator[int]:
+        multiprocessing.Process(target=time.sleep, args=(60,)).start()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_workers_start_ends_them() -> None:
+    numbers = WorkerStatus(1).watch(LoaderInterruptedAtItsStart(), name_of=str, timeout_seconds=9.0)
+    with pytest.raises(KeyboardInterrupt):
+        next(numbers)
+    for worker in multiprocessing.active_children():  # none is left where it has ended already
+        worker.join(30)
+        assert worker.exitcode == -signal.SIGKILL
+
+
 def test_waits_for_a_slow_image() -> None:
     assert list(load_numbers(lambda: time.sleep(1.2 * POLL_SECONDS))) == list(range(8))
 

@@ -160,7 +160,7 @@ def test_random_bytes_raise_only_data_errors(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     outcomes = set()
     logging.disable(logging.WARNING)
-    for _ in range(400):
+    for _ in range(150):
         damaged = bytearray(shard_bytes)
         for position in generator.integers(0, 6 * BLOCK, 3).tolist():
             damaged[position] = int(generator.integers(256))

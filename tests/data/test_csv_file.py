@@ -295,6 +295,7 @@ def test_resolves_a_path_without_a_prefix(tmp_path: Path, monkeypatch: pytest.Mo
         assert resolve_data_source(source.partition(":")[2].removesuffix("/*.tar")) == source
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_trains_from_a_csv_file(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = sorted(image_folder.glob("*/*/*.png"))
     lines = (f"{file.relative_to(image_folder)},{file.parent.name}" for file in files)

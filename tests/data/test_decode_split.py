@@ -160,7 +160,7 @@ def test_loaded_images_equal_decoded_images(tmp_path: Path, num_workers: int) ->
     images, readable = load(split, num_workers=num_workers)
     assert (len(images), images.common_size) == (num_images, (5, 4))
     assert readable.tolist() == list(range(num_images))
-    assert all(np.array_equal(pixels(images)[row], split.decode(row)) for row in range(num_images))
+    assert all(map(np.array_equal, pixels(images), map(split.decode, range(num_images))))
 
     sizes = [tuple(generator.integers(2, 90, 2).tolist()) for _ in range(num_images)]
     images_of_any_size = [
@@ -173,7 +173,7 @@ def test_loaded_images_equal_decoded_images(tmp_path: Path, num_workers: int) ->
     images, readable = load(split, num_workers=num_workers)
     assert images.common_size is None
     assert [image.shape[:2] for image in pixels(images)] == sizes
-    assert all(np.array_equal(pixels(images)[row], split.decode(row)) for row in range(num_images))
+    assert all(map(np.array_equal, pixels(images), map(split.decode, range(num_images))))
 
 
 def test_one_differing_size_that_the_sample_misses(tmp_path: Path) -> None:

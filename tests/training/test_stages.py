@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("no_plots")
 STAGES = "stages: [{freeze: backbone, steps: 8, lr: 3e-2, train: resize}]"
 TRAIN_ALL_FIRST = "optim.stages=[{freeze: none, steps: 8, lr: 1e-2}]"
 RECIPE = tiny_recipe_text(
-    "train: resize | random_crop(padding=2), eval: resize, batch_size: 32, num_train: 320, "
-    "num_test: 100",
+    "train: resize | random_crop(padding=2), eval: resize, batch_size: 16, num_train: 160, "
+    "num_test: 50",
     optim=f"lr: 3e-3, steps: 6, ema_decay: 0.5, {STAGES}",
     run="precision: fp32, log_every: 1, eval_every: 2, save_every: 2",
 )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from demo_server import ODD_NAMES, browser, save_small_model
-from hub_fixtures import WRITE_TOKEN, hub, sleep_durations
+from hub_fixtures import WRITE_TOKEN, hub, sleep_durations, upload_in_fork
 from hub_server import HubServer
 from networks import TINY_ARGS, build_network, randomize_head
 from onnx_web import require_ort_web
@@ -31,7 +31,7 @@ from finetune.formatting import format_probability
 from finetune.inference import Classifier
 from finetune.models.save import save_model
 
-__all__ = ["hub", "sleep_durations"]  # fixtures
+__all__ = ["hub", "sleep_durations", "upload_in_fork"]  # fixtures
 
 NANO = "embedded:vit_nano"
 FILES = {
@@ -247,7 +247,11 @@ def test_multilabel_names_and_thresholds(chromium: Any, tmp_path: Path) -> None:
 
 
 def test_space_on_the_hub(
-    hub: HubServer, tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer,
+    upload_in_fork: None,
+    tmp_path: Path,
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def copy_page(model: str, folder: Path, *, ort_web: str | None) -> None:
         shutil.copytree(page, folder)

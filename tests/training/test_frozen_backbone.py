@@ -29,7 +29,7 @@ from finetune.training.train import train
 pytestmark = pytest.mark.usefixtures("no_plots")
 
 RECIPE = tiny_recipe_text(
-    "train: resize, eval: resize, batch_size: 64, num_train: 320",
+    "train: resize, eval: resize, batch_size: 32, num_train: 160, num_test: 100",
     model="pretrained: false, freeze: backbone, compile: false",
     optim="name: adamw, lr: 3e-2, epochs: 3",
     run="precision: fp32, log_every: 1",
@@ -109,7 +109,7 @@ def test_training_on_features_matches_training_through_the_backbone(
 ) -> None:
     train(make_recipe(*overrides), tmp_path / "features")
     # three probes of two noise images; then train, val and test once each
-    assert sum(forward_batch_sizes) == 3 * 2 + 320 + 355
+    assert sum(forward_batch_sizes) == 3 * 2 + 160 + 100
     train(make_recipe(*overrides, THROUGH_BACKBONE), tmp_path / "through")
     rounding = 2e-2 if "run.precision=bf16" in overrides else 1e-6
     check_same_training(tmp_path / "features", tmp_path / "through", tolerance=rounding)
@@ -120,7 +120,7 @@ def test_later_runs_evaluate_and_probe_reuse_cached_features(
 ) -> None:
     first = train(make_recipe(), tmp_path / "first")
     assert "which were computed in" in capsys.readouterr().err
-    assert first["learning_curve"]["sizes"][-1] == 290
+    assert first["learning_curve"]["sizes"][-1] == 140
     cached_files = sorted(path.name for path in cache.iterdir())
     assert len(cached_files) == 3
     forward_batch_sizes.clear()
@@ -140,7 +140,7 @@ def test_random_augmentation_disables_feature_caching(
     tmp_path: Path, forward_batch_sizes: list[int], cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(make_recipe("data.train=resize | flip", "run.test=false"), tmp_path / "run")
-    assert sum(forward_batch_sizes) == 14 * 64 + 3 * 30  # steps; validation after each epoch
+    assert sum(forward_batch_sizes) == 14 * 32 + 3 * 20  # steps; validation after each epoch
     assert not cache.exists()
     stderr = capsys.readouterr().err
     assert "features are not cached: data.train is random; with data.train='resize'" in stderr
@@ -169,7 +169,7 @@ def test_run_started_without_features_resumes_with_features(
         train_until_killed(10, make_recipe(), tmp_path / "run")
     forward_batch_sizes.clear()
     train(make_recipe(), tmp_path / "run", resume=True)
-    assert sum(forward_batch_sizes) == 3 * 2 + 320 + 355
+    assert sum(forward_batch_sizes) == 3 * 2 + 160 + 100
     check_same_training(tmp_path / "run", tmp_path / "whole")
 
 
@@ -186,7 +186,12 @@ def test_unreadable_images_are_quarantined_or_stop_the_run(tmp_path: Path) -> No
     broken = tmp_path / "set" / "train" / "cat" / "1.png"
     broken.write_bytes(broken.read_bytes()[:40])
     square = "resize((16, 16))"
-    overrides = [f"data.source={source}", "data.num_train=null", "data.batch_size=4"]
+    overrides = [
+        f"data.source={source}",
+        "data.num_train=null",
+        "data.num_test=null",
+        "data.batch_size=4",
+    ]
     overrides += [f"data.train={square}", f"data.eval={square}"]
     with refused("data.unreadable", "1.png"):
         train(make_recipe(*overrides), tmp_path / "stopped")
@@ -207,7 +212,7 @@ def test_cached_features_need_no_compilation(
     short = ["optim.epochs=1", "run.test=false"]
     train(make_recipe(*short), tmp_path / "run")
     train(make_recipe(*short, THROUGH_BACKBONE), tmp_path / "through")
-    assert [kwargs["num_images"] for kwargs in calls] == [0, 5 * 64]
+    assert [kwargs["num_images"] for kwargs in calls] == [0, 5 * 32]
 
 
 class TestTwoProcesses:

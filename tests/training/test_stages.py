@@ -145,8 +145,8 @@ def test_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
 def test_adapter_run_starts_with_the_trained_head(tmp_path: Path) -> None:
     text = """
 model: {name: embedded:vit_nano, adapter: {rank: 2}}
-data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 16, num_train: 160}
-optim: {lr: 1e-3, steps: 2, stages: [{freeze: backbone, steps: 20, lr: 3e-2}]}
+data: {source: "embedded:digits", train: resize, eval: resize, batch_size: 16, num_train: 80}
+optim: {lr: 1e-3, steps: 2, stages: [{freeze: backbone, steps: 10, lr: 3e-2}]}
 run: {precision: fp32, log_every: 1, threads: 1, test: false}
 """
     train(parse_recipe(text), tmp_path / "run")

@@ -167,7 +167,9 @@ class TestWriteTrainingImages:
         for number in range(12):
             folder = tmp_path / "photos" / "abcd"[number % 4]
             folder.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (2500, 2000), (9 * number, 9, 9)).save(folder / f"{number}.png")
+            Image.new("RGB", (2500, 2000), (9 * number, 9, 9)).save(
+                folder / f"{number}.png", compress_level=1
+            )
         setup = make_setup(f"folder:{tmp_path / 'photos'}", TRANSFORMS[0], images=9, batch_size=3)
         split = setup.source.splits["train"]
         write_training_images(run, setup, PixelStore(split, None), torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -150,15 +151,28 @@ def staging_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder next to `target`, for files that are moved once all are written.
 
     It is removed at the end of the block, or by the next call if the process is killed.
+
+    Raises: SetupError if another process has a folder for the same target.
     """
     target = target.absolute()  # "." has no name
     folder = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise SetupError(
+            f"{target}: another process is writing it; wait for its end, or choose another --out",
+            code="setup.in_use",
+        ) from None
+    try:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def make_writable_folder(folder: Path, *, option: str) -> None:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from safetensors import SafetensorError
 
 from finetune.errors import SetupError
@@ -92,6 +93,14 @@ def test_write_atomically_writes_bytes_and_file_sha256_hashes_them(tmp_path: Pat
     assert (tmp_path / "a").read_bytes() == content
     assert file_sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_staging_folder_of_a_target_belongs_to_one_process(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        with refused("setup.in_use", tmp_path / "out"), staging_folder(tmp_path / "out"):
+            pass
+        assert (folder / "file").is_file()
 
 
 def test_staging_folder_is_empty_and_removed(tmp_path: Path) -> None:

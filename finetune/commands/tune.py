@@ -487,6 +487,7 @@ class _Session:
                 raise
             self.errors.append(error)
             trial.end_reason = f"failed: {str(error).splitlines()[0]}"
+            logger.warning(f"{trial.name} {trial.end_reason}")
         else:
             self._check_same_data(trial, reached.data_fingerprint)
             trial.data_fingerprint = reached.data_fingerprint

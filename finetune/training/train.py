@@ -28,7 +28,9 @@ from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
+from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import changed_training_keys, training_keys
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.record import read_record, record_status, write_record
 from finetune.training.accelerator import (
@@ -139,6 +141,8 @@ def train(
 def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
     """Write recipe.yaml if no stage has started, so that --resume finds it during the stages.
 
+    Later, warn of changes: what has not started, the training after the stages, uses them.
+
     Raises: SetupError if a stage has started and `resume` is False.
     """
     with contextlib.closing(RunDir(out)) as run:
@@ -146,8 +150,18 @@ def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
         has_stage = bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
         if not resume:
             check_no_existing_run(run, has_stage=has_stage)
-        if not has_stage and not (out / "run.json").exists():
-            write_atomically(out / "recipe.yaml", recipe.to_yaml())
+        path = out / "recipe.yaml"
+        if (out / "run.json").exists():
+            return
+        if has_stage and path.exists():
+            differences = changed_training_keys(training_keys(load_recipe(path)), recipe)
+            for key, values in differences.items():
+                logger.warning(
+                    f"{out}: {key} has changed since the first stage started ({values}); the "
+                    "training after the stages uses the new value"
+                )
+        else:
+            write_atomically(path, recipe.to_yaml())
 
 
 def _train(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import Double
+from logs import logged
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -175,8 +176,11 @@ class TestDecisions:
         error = DivergedError("the loss is not finite; lower optim.lr")
         search = make_search(minutes=30)
         machine = Machine(accuracies={"b": 0.9}, fail={"a": error})
-        assert machine.run(search, tmp_path).name == "b"
+        lines: list[str] = []
+        with logged(lines):
+            assert machine.run(search, tmp_path).name == "b"
         assert search["a"].end_reason == f"failed: {error}"
+        assert f"a failed: {error}" in lines
 
     def test_trials_are_not_pushed(self, tmp_path: Path) -> None:
         search, pushed = make_search("start a"), []

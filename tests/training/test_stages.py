@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from forked_runs import (
     run_command_in_child,
     train_until_killed,
 )
+from logs import logged
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -80,6 +82,19 @@ def test_first_stage_trains_the_head_on_features(
     assert record["plan"]["weights"] == plain_record["plan"]["weights"], (
         "the same pretrained weights"
     )
+
+
+def test_changes_after_the_first_stage_has_started_are_said(tmp_path: Path) -> None:
+    with contextlib.closing(RunDir(tmp_path / "run")) as run:
+        run.open()
+    (run.path / "recipe.yaml").write_text(make_recipe().to_yaml())
+    (stage,) = stage_recipes(make_recipe())
+    train(stage, stage_folder(run.path, 1))
+    lines: list[str] = []
+    with logged(lines):
+        train(make_recipe("optim.lr=1e-3"), run.path, resume=True)
+    said = [line for line in lines if "has changed since the first stage started" in line]
+    assert [line.split(": ")[1].split()[0] for line in said] == ["optim.lr"]
 
 
 def test_a_stage_that_trains_the_head_has_no_layer_decay() -> None:

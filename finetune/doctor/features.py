@@ -191,19 +191,16 @@ def held_out_probabilities(
             f"{section.task}; {'remove' if section.task == 'multilabel' else 'add'} --multilabel",
             code="recipe.conflict",
         )
-    run_splits = open_data(recipe.data, recipe.run.seed).splits
-    train, others = (
-        run_splits["train"],
-        [run_splits[name] for name in run_splits if name != "train"],
-    )
-    if any(split.is_streamed for split in (train, *others, *source.splits.values())):
+    others = dict(open_data(recipe.data, recipe.run.seed).splits)
+    train = others.pop("train")
+    if any(split.is_streamed for split in (train, *others.values(), *source.splits.values())):
         raise DataError(
             f"{redact_urls(source.name)}: --run recognizes images by their content, which is "
             "unknown for streamed images; leave out --run",
             code="data.unsupported",
         )
     is_held_out = {
-        name: is_in_splits(split, others) & ~is_in_splits(split, [train])
+        name: is_in_splits(split, [*others.values()]) & ~is_in_splits(split, [train])
         for name, split in source.splits.items()
     }
     is_held_out_N = np.concatenate([*is_held_out.values()])

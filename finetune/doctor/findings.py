@@ -36,9 +36,6 @@ class Findings:
 
     A decision is about one key: that of an image (`image_key`) or of a class problem (`class_key`).
 
-    Args:
-        source: the diagnosed dataset.
-        diagnosis: the content of doctor.json.
     Attributes:
         source: the diagnosed dataset.
         is_multilabel: True if an image may have any number of labels.
@@ -143,7 +140,6 @@ def open_findings(source: str, folder: Path, *, decode_size: int | None = None) 
     """Open a source, and read the findings about it.
 
     Args:
-        source: the source string.
         folder: the folder with doctor.json.
         decode_size: minimum side in pixels of decoded JPEGs, see `Split`.
     Raises: DataError if the source cannot be opened, or if the findings are missing, damaged, or

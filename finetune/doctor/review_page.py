@@ -87,11 +87,9 @@ def render_review(
     """Render the review page.
 
     Args:
-        findings: the findings.
         folder: folder of decisions.csv, which need not exist yet.
         decisions: earlier decisions by key.
         embedded: for the static page: "findings" by kind, "pictures" and "images" by key.
-    Returns: the page.
     """
     source = redact_urls(findings.source.name)
     review = shlex.join(["finetune", "data", "doctor", source, "--out", str(folder), "--review"])

@@ -22,13 +22,7 @@ from finetune.doctor.review_page import DECISIONS_FILE, render_review, training_
 from finetune.errors import FinetuneError, SetupError, install_hint
 from finetune.log import logger
 from finetune.report.thumbnails import encode_thumbnail
-from finetune.web.access import (
-    is_cross_origin,
-    is_loopback,
-    listen,
-    refuse_post,
-    trusted_hosts,
-)
+from finetune.web.access import is_cross_origin, is_loopback, listen, refuse_post, trusted_hosts
 from finetune.web.connections import ConnectionLimits, limit_log_rate
 
 if TYPE_CHECKING:
@@ -49,11 +43,7 @@ _HEADERS = {
 
 
 def serve_review(
-    source: str,
-    *,
-    folder: str | Path,
-    host: str = "127.0.0.1",
-    port: int = 7861,
+    source: str, *, folder: str | Path, host: str = "127.0.0.1", port: int = 7861
 ) -> dict[str, Any]:
     """Serve the review page until it is interrupted.
 
@@ -110,25 +100,14 @@ def serve_review(
     if decisions.by_key:
         command = training_command(findings.source, decisions.file)
         logger.info(f"train with the decisions: {command}")
-    return {
-        "url": url,
-        "decisions": str(decisions.file),
-        "findings": len(keys),
-        "decided": decided,
-    }
+    return {"url": url, "decisions": str(decisions.file), "findings": len(keys), "decided": decided}
 
 
 class DecisionFile:
-    """The decisions about findings, and the file that has them.
+    """The decisions about findings, by key, and decisions.csv, which need not exist yet.
 
     Decisions about other images and classes stay in the file.
 
-    Args:
-        file: path of decisions.csv, which need not exist.
-        findings: the findings to decide.
-    Attributes:
-        file, findings: as given.
-        by_key: the decisions about findings by key.
     Raises: DataError if the file exists and is damaged.
     """
 
@@ -139,11 +118,8 @@ class DecisionFile:
         self._others: list[Decision] = []
         self._class_keys = {key for keys in findings.keys["class_problems"] for key in keys}
         counts = Counter(image["path"] for image in findings.images.values())
-        self._key_of_path = {
-            image["path"]: key
-            for key, image in findings.images.items()
-            if counts[image["path"]] == 1
-        }
+        keys = ((image["path"], key) for key, image in findings.images.items())
+        self._key_of_path = {path: key for path, key in keys if counts[path] == 1}
         self._lock = threading.Lock()
         self._stat: tuple[int, ...] | None = None
         self._read_if_changed()
@@ -228,12 +204,7 @@ class DecisionFile:
 
 
 def build_app(decisions: DecisionFile, *, host: str = "127.0.0.1") -> Starlette:
-    """Build the application that serves the page, findings and pictures, and takes decisions.
-
-    Args:
-        decisions: where decisions are saved, in the folder of doctor.json.
-        host: the address that the server listens on.
-    """
+    """Build the application that serves the page, findings and pictures, and takes decisions."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException

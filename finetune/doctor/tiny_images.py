@@ -18,6 +18,7 @@ import math
 import numpy as np
 import torch
 from PIL import Image
+from PIL.Image import Resampling
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,12 +36,7 @@ _MAX_COPIES = 10  # of an image
 _ROUNDING = 0.003  # distance of equal images after their pixels are rounded
 _GAINS = (1.25, 1.6)  # of brightness, which clips pixels; other changes of it need no try
 _MIN_CROP, _MIN_RESIZED = 0.6, 0.5  # of the side
-_FILTERS = (
-    Image.Resampling.BOX,
-    Image.Resampling.BILINEAR,
-    Image.Resampling.BICUBIC,
-    Image.Resampling.LANCZOS,
-)
+_FILTERS = Resampling.BOX, Resampling.BILINEAR, Resampling.BICUBIC, Resampling.LANCZOS
 
 
 @torch.inference_mode()
@@ -53,7 +49,7 @@ def find_tiny_duplicates(thumbnails_NSS: Tensor, side: int) -> tuple[Tensor, Ten
     Returns: pairs (P, 2), the smaller index first; and how many pairs are as near by chance (P,).
     """
     # pixels that give these thumbnails if they are enlarged
-    restore = torch.linalg.pinv(_resizing(side, thumbnails_NSS.shape[1], _FILTERS[1]))
+    restore = torch.linalg.pinv(_resizing(side, thumbnails_NSS.shape[1], Resampling.BILINEAR))
     images_NTT = restore @ thumbnails_NSS.float() @ restore.T
     vectors_ND = _vectors(images_NTT)
     pairs, ratios = [torch.empty(0, 2, dtype=torch.int64)], [torch.empty(0)]
@@ -93,7 +89,7 @@ def _changes(side: int) -> list[tuple[float, Tensor, Tensor]]:
     whole = torch.eye(side)
     changes = [(gain, whole, whole) for gain in (1.0, *_GAINS)]
     for size in range(math.ceil(_MIN_CROP * side), side):
-        enlarge = _resizing(size, side, Image.Resampling.BICUBIC)
+        enlarge = _resizing(size, side, Resampling.BICUBIC)
         crops = [enlarge @ whole[start : start + size] for start in range(side - size + 1)]
         changes += [(1.0, rows, columns) for rows in crops for columns in crops]
     for size in range(math.ceil(_MIN_RESIZED * side), side, math.ceil(side / 8)):
@@ -103,7 +99,7 @@ def _changes(side: int) -> list[tuple[float, Tensor, Tensor]]:
     return changes
 
 
-def _resizing(before: int, after: int, resampling: Image.Resampling) -> Tensor:
+def _resizing(before: int, after: int, resampling: Resampling) -> Tensor:
     """Return the matrix (after, before) with which Pillow resizes a column of pixels."""
     matrix = Image.fromarray(np.eye(before, dtype=np.float32))
     return torch.from_numpy(np.array(matrix.resize((before, after), resampling)))

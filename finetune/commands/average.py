@@ -87,6 +87,10 @@ def average_runs(
     members = [_load_run(run) for run in runs]
     for member in members[1:]:
         _check_compatible(members[0], member)
+    if len({member.record["id"] for member in members}) < len(members):  # copies, too
+        raise RecipeError(
+            "RUN: the same run is given twice; give each run once", code="recipe.conflict"
+        )
     first, folder = members[0], Path(out)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise SetupError(
@@ -295,8 +299,6 @@ def _check_arguments(runs: Sequence[str], alphas: Sequence[float], *, greedy: bo
         problem = "--greedy: applies only to a soup of several runs; remove it, or add runs"
     elif len(runs) > 1 and alphas:
         problem = "--alpha: applies only to one run; remove it, or give one run"
-    elif len({Path(run).resolve() for run in runs}) < len(runs):
-        problem = "RUN: the same run is given twice; give each run once"
     if problem:
         raise RecipeError(problem, code=code)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from finetune.errors import RecipeError, did_you_mean
+from finetune.errors import RecipeError, did_you_mean, holds_secret
 from finetune.recipe import strict_yaml as recipe_yaml
 from finetune.recipe.field_types import (
     ClaimTime,
@@ -209,6 +209,12 @@ def load_plan(path: str | Path) -> Plan:
             f"{path}: the file is empty; add a title and runs", code="recipe.missing_key"
         )
     plan = validate_document(recipe_yaml.parse_document(text, name=str(path)), Plan)
+    if holds_secret(text):
+        raise RecipeError(
+            f"{path}: contains a token or password, which the results would show; remove it, "
+            "revoke it and create a new one",
+            code="recipe.holds_secret",
+        )
     if problems := [f"{path}: {problem}" for problem in _find_plan_problems(plan)]:
         raise RecipeError("\n".join(problems), code="recipe.wrong_value")
     return plan

@@ -233,6 +233,7 @@ def decode_jpeg(
         buffer: (n,) contiguous memory to decode into if the pixels fit.
     Returns: (H, W, 3), EXIF orientation not applied, read-only. None if the file is damaged, even
         if part of it could be decoded, or has another size: PIL then decodes it or raises.
+    Raises: DataError if the data of the image end early, which PIL would fill with gray.
     """
     if max(size) < _MIN_JPEG_SIDE:
         return None
@@ -243,7 +244,15 @@ def decode_jpeg(
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
             body, min_height=height, min_width=width, buffer=out
         )
-    except ValueError:
+    except ValueError as error:
+        cause = str(error)
+        if "premature end" in cause.lower():
+            raise DataError(f"cannot be decoded ({cause})", code="data.damaged") from None
+        if cause.startswith("Corrupt"):
+            warn_once(
+                f"JPEG files may be damaged, and are decoded as far as possible (first: {cause})",
+                key="damaged JPEG",
+            )
         return None
     pixels.flags.writeable = False
     return pixels if pixels.shape == (height, width, 3) else None

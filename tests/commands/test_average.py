@@ -216,7 +216,7 @@ def test_invalid_arguments_and_damaged_runs_are_refused(runs: Path, tmp_path: Pa
     with refused("recipe.missing_option", a, "--alpha"):
         average_runs([a], out=out)
     with refused("recipe.conflict", "twice"):
-        average_runs([a, f"{a}/"], out=out)
+        average_runs([a, b, str(shutil.copytree(a, tmp_path / "copy"))], out=out)
     with refused("weights.unsupported", "model folder"):
         average_runs([str(runs / "a" / "model"), b], out=out)
     with refused("weights.unsupported", "random weights"):

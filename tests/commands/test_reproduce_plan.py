@@ -119,6 +119,14 @@ def test_sources_replaces_the_recipes_source(plan: str) -> None:
         check_plan_recipes(loaded, path, (), copies)
 
 
+def test_a_secret_in_a_plan_is_refused(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-value-of-wandb")
+    path = Path(plan)
+    path.write_text(path.read_text().replace("title: ", "title: a-secret-value-of-wandb "))
+    with refused("recipe.holds_secret", plan):
+        load_plan(plan)
+
+
 SHIPPED_PLANS = sorted((Path(__file__).parents[2] / "recipes").rglob("plan.yaml"))
 
 

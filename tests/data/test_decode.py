@@ -293,6 +293,19 @@ def test_truncated_files_raise_data_errors(kind: str) -> None:
         assert caught.value.code in ("data.damaged", "data.wrong_format")
 
 
+def test_holes_in_a_jpeg_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A sync that stopped leaves zeros, which PIL decodes to gray without a word."""
+    data = encode(Image.fromarray(random_pixels(80, 80)), "JPEG", quality=95)
+    third = len(data) // 3
+    with pytest.raises(DataError, match="Premature end") as caught:
+        decode_image(data[:third] + bytes(len(data) - third))
+    assert caught.value.code == "data.damaged"
+    hole = data[:third] + bytes(third) + data[2 * third :]
+    for _ in range(2):
+        assert decode_image(hole).shape == (80, 80, 3)
+    assert [message[:24] for message in caplog.messages] == ["JPEG files may be damage"]
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # PIL on damaged TIFF tags
 def test_corrupt_bytes_raise_only_data_errors() -> None:
     generator = np.random.default_rng(1)

@@ -239,5 +239,5 @@ def test_unfit_validation_images_are_reported(
     assert "1 of 9 images are copies of train images" in (said := open_validation())
     assert "have changed" not in said
     shutil.copy(tmp_path / "data/train/b/0.png", tmp_path / "data/val/b/0.png")
-    assert "images or labels of 'val' have changed" in (said := open_validation())
+    assert "images, labels or classes of 'val' have changed" in (said := open_validation())
     assert "2 of 9 images are copies of train images" in said

@@ -233,7 +233,7 @@ def decode_jpeg(
         buffer: (n,) contiguous memory to decode into if the pixels fit.
     Returns: (H, W, 3), EXIF orientation not applied, read-only. None if the file is damaged, even
         if part of it could be decoded, or has another size: PIL then decodes it or raises.
-    Raises: DataError if the data of the image end early, which PIL would fill with gray.
+        A warning tells that it is damaged.
     """
     if max(size) < _MIN_JPEG_SIDE:
         return None
@@ -246,11 +246,9 @@ def decode_jpeg(
         )
     except ValueError as error:
         cause = str(error)
-        if "premature end" in cause.lower():
-            raise DataError(f"cannot be decoded ({cause})", code="data.damaged") from None
-        if cause.startswith("Corrupt"):
+        if cause.startswith(("Corrupt", "Premature end")):  # PIL fills the hole without a word
             warn_once(
-                f"JPEG files may be damaged, and are decoded as far as possible (first: {cause})",
+                f"JPEG files are damaged, and used if they can be decoded in part (first: {cause})",
                 key="damaged JPEG",
             )
         return None

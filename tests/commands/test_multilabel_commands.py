@@ -503,8 +503,8 @@ class TestOtherCommands:
         tuned_recipe += (
             f"data: {{source: 'embedded:digit_pairs', {DATA}}}\nrun: {{precision: fp32}}\n"
         )
-        train(parse_recipe(tuned_recipe), workspace / "tuned")
-        shutil.copytree(workspace / "tuned", workspace / "worse")
+        for name in ("tuned", "worse"):
+            train(parse_recipe(tuned_recipe), workspace / name)
         weights = load_file(workspace / "worse" / "model" / "model.safetensors")
         weights["head.weight"] = -weights["head.weight"]
         save_file(weights, forget_checksums(workspace / "worse" / "model") / "model.safetensors")

@@ -294,16 +294,15 @@ def test_truncated_files_raise_data_errors(kind: str) -> None:
 
 
 def test_holes_in_a_jpeg_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A sync that stopped leaves zeros, which PIL decodes to gray without a word."""
+    """A sync that stopped leaves zeros, which PIL decodes without a word."""
     data = encode(Image.fromarray(random_pixels(80, 80)), "JPEG", quality=95)
     third = len(data) // 3
-    with pytest.raises(DataError, match="Premature end") as caught:
-        decode_image(data[:third] + bytes(len(data) - third))
-    assert caught.value.code == "data.damaged"
-    hole = data[:third] + bytes(third) + data[2 * third :]
-    for _ in range(2):
-        assert decode_image(hole).shape == (80, 80, 3)
-    assert [message[:24] for message in caplog.messages] == ["JPEG files may be damage"]
+    for damaged in (
+        data[:third] + bytes(len(data) - third),
+        data[:third] + bytes(third) + data[2 * third :],
+    ):
+        assert decode_image(damaged).shape == (80, 80, 3)
+    assert [message[:22] for message in caplog.messages] == ["JPEG files are damaged"]
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # PIL on damaged TIFF tags

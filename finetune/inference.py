@@ -24,6 +24,7 @@ from finetune.errors import (
     RecipeError,
     SetupError,
     WeightsError,
+    redact_urls,
 )
 from finetune.evaluation.conformal import set_thresholds
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD, sigmoid_probabilities
@@ -354,7 +355,7 @@ class Classifier:
     ) -> list[PredictionRow]:
         """Predict a batch of files; `start` is the index of the first one in the whole list."""
         rows: list[PredictionRow] = [
-            {"path": path if isinstance(path, str) else None} for path, _ in files
+            {"path": redact_urls(path) if isinstance(path, str) else None} for path, _ in files
         ]
         decoded: list[tuple[PredictionRow, Tensor]] = []
         prepared: list[tuple[PredictionRow, Tensor]] = []

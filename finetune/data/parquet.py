@@ -60,6 +60,9 @@ class LabeledSplits:
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `Split.groups`
 
 
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\b.*\.parquet")  # the Hub's names of files
+
+
 def read_parquet(
     path: str, columns: ColumnNames, *, streaming: bool = False, multilabel: bool = False
 ) -> LabeledSplits:
@@ -172,6 +175,7 @@ def _find_parquet_files(path: str) -> list[Path]:
                 code="data.ambiguous",
             )
         files = sorted(file for parent in parents for file in parent.glob("*.parquet"))
+        _check_all_shards(path, files)
     else:
         files = sorted(Path(file) for file in glob.glob(str(root), recursive=True))
         files = [file for file in files if file.is_file()]
@@ -179,6 +183,23 @@ def _find_parquet_files(path: str) -> list[Path]:
         message = f"parquet:{path}: no parquet files; name a file, or a folder of parquet files"
         raise DataError(message, code="data.empty")
     return files
+
+
+def _check_all_shards(path: str, files: Iterable[Path]) -> None:
+    """Raise DataError if a file NAME-00001-of-00003 is missing, or if there are two of them."""
+    numbers: dict[tuple[Path, str], list[tuple[int, int]]] = {}
+    for file in files:
+        if match := _SHARD.match(file.name):
+            shards = numbers.setdefault((file.parent, match[1]), [])
+            shards.append((int(match[2]), int(match[3])))
+    for (folder, name), shards in numbers.items():
+        total = shards[0][1]
+        if sorted(shards) != [(number, total) for number in range(total)]:
+            raise DataError(
+                f"parquet:{path}: {folder / name} has {len(shards)} files of {total}, or files of "
+                "several versions; download all of one version, and remove the others",
+                code="data.not_found",
+            )
 
 
 def _check_is_parquet(file: Path) -> None:

@@ -215,6 +215,12 @@ def test_missing_file_gives_an_error_row(model: Path, photos: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_secrets_in_urls_are_masked(model: Path) -> None:
+    [row] = Classifier.load(model).predict("https://me:pw@host.invalid/a.png?sig=abc")
+    assert row["path"] == "https://***@host.invalid/a.png?***"
+    assert "error" in row
+
+
 def test_file_names_that_are_not_utf8_keep_their_bytes(model: Path, tmp_path: Path) -> None:
     raw = os.fsencode(tmp_path / "in") + b"/caf\xe9.png"
     os.mkdir(tmp_path / "in")

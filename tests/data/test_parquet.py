@@ -73,6 +73,18 @@ def test_parquet_layouts(tmp_path: Path, layout: list[str], path: str) -> None:
     assert source.class_names == ["no", "yes"]
 
 
+def test_missing_and_repeated_shards_are_refused(tmp_path: Path) -> None:
+    for number in (0, 2):
+        write_parquet(tmp_path / f"train-0000{number}-of-00003.parquet", [0, 1], names=["a", "b"])
+    with refused("data.not_found", tmp_path / "train", "2 files of 3"):
+        open_source(f"parquet:{tmp_path}")
+    write_parquet(tmp_path / "train-00001-of-00003.parquet", [0, 1], names=["a", "b"])
+    assert len(open_source(f"parquet:{tmp_path}").splits["train"]) == 6
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", [0, 1], names=["a", "b"])
+    with refused("data.not_found", "several versions"):
+        open_source(f"parquet:{tmp_path}")
+
+
 def test_asks_which_configuration(tmp_path: Path) -> None:
     for config in ("small", "large"):
         write_parquet(tmp_path / config / "train-0.parquet", [0, 1], names=["a", "b"])

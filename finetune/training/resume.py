@@ -30,7 +30,7 @@ __all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
-# Environment variables of oneDNN and MKL, of which some change their instructions or precision.
+# Environment variables of oneDNN and MKL; some of them change instructions or precision.
 _NUMERIC_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_")
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}

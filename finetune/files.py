@@ -33,6 +33,7 @@ __all__ = [
     "make_writable_folder",
     "open_regular_file",
     "read_untrusted_json",
+    "remove_path",
     "staging_folder",
     "write_atomically",
 ]
@@ -168,11 +169,19 @@ def staging_folder(target: Path) -> Iterator[Path]:
         ) from None
     try:
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            remove_path(path)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a folder with its content, or a link without its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def make_writable_folder(folder: Path, *, option: str) -> None:

@@ -2,10 +2,9 @@
 
 The entry `checksums` of config.json has the sha256 of each file that was saved with config.json,
 of recipe, results, plots and the results in the cards once they are written, and of the other
-entries of config.json. So
-damage is found wherever the folder is copied. The run.json of a run also has the sha256 of the
-weights, which reveals a model/ of another run. A folder without the entry `checksums`, such
-as one from timm, is not verified.
+entries of config.json. So damage is found wherever the folder is copied. The run.json of a run also
+has the sha256 of the weights, which reveals a model/ of another run. A folder without the entry
+`checksums`, such as one from timm, is not verified.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ from finetune.errors import (
     is_out_of_memory,
     redact_urls,
 )
+from finetune.files import remove_path
 from finetune.formatting import format_duration, format_percent, pluralize
 from finetune.log import logger, only_warnings
 from finetune.model_checksums import json_sha256
@@ -61,7 +62,7 @@ from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
 from finetune.report.search_page import write_search_page
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
-from finetune.run.integrity import load_json, remove_path
+from finetune.run.integrity import load_json
 from finetune.run.record import read_record
 from finetune.training.train import train
 

@@ -104,7 +104,7 @@ def _describe_copies(
     kind: str,
     effect: str,
 ) -> str:
-    """Return a warning about images of `split`, the first of which is `original` in `known`."""
+    """Return a warning about copies in `split`; the first one copies `original` in `known`."""
     return (
         f"split '{split.name}': {len(copies_C)} of {pluralize(len(split), 'image')} {kind} "
         f"{known.name} images (for example '{split.name_of(copies_C[0])}' of "

@@ -30,6 +30,7 @@ from finetune.files import (
     fsync_file,
     fsync_folder,
     open_regular_file,
+    remove_path,
     write_atomically,
 )
 from finetune.formatting import pluralize
@@ -43,7 +44,6 @@ from finetune.run.integrity import (
     load_json,
     open_lock_file,
     remove_leftovers,
-    remove_path,
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 

@@ -12,13 +12,12 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
 from pathlib import Path
 from typing import IO, Any
 
 from finetune.errors import CheckpointError, SetupError
-from finetune.files import describe_file_type, open_regular_file
+from finetune.files import describe_file_type, open_regular_file, remove_path
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -30,7 +29,6 @@ __all__ = [
     "open_lock_file",
     "read_regular_file",
     "remove_leftovers",
-    "remove_path",
 ]
 
 MAX_JSON_BYTES = 64 << 20  # run.json, a manifest
@@ -237,14 +235,6 @@ def open_lock_file(path: Path) -> IO[bytes]:
     raise SetupError(
         f"{path}: not a regular file; remove it, or choose another --out", code="setup.not_a_run"
     )
-
-
-def remove_path(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link without its target."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def remove_leftovers(folder: Path) -> None:

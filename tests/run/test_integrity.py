@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
+from finetune.files import remove_path
 from finetune.run.integrity import (
     check_is_run_folder,
     check_no_symlinks,
@@ -17,7 +18,6 @@ from finetune.run.integrity import (
     open_lock_file,
     read_regular_file,
     remove_leftovers,
-    remove_path,
 )
 
 RECORD = json.dumps({"status": "running", "data_fingerprint": "0"})

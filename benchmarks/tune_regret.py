@@ -1,61 +1,75 @@
 """How good is the choice of `finetune train FOLDER --minutes N`, compared with other searches?
 
-    python benchmarks/tune_regret.py record TABLE FOLDER... [--random N] [--overrides KEY=VALUE...]
+    python benchmarks/tune_regret.py plan PLAN FOLDER... [--random N] [--overrides KEY=VALUE...]
+    python benchmarks/tune_regret.py record TABLE PLAN [--processes N]
     python benchmarks/tune_regret.py replay TABLE [--budget RUNS] [--seeds N]
 
-`record` trains the portfolio and N random configurations on each FOLDER, which has the splits train
-and test. It appends a line per run to TABLE: its validation curve, its cost, its test accuracy, and
-the sha256 of its weights. Runs that TABLE has are skipped.
+`plan` writes the recipes of the portfolio and of N random configurations for each FOLDER, which has
+the splits train and test, with the cost that the search estimates for each on this machine.
+
+`record` trains them, perhaps on another machine, in parallel processes. It appends a line per run
+to TABLE: its validation curve, its estimated cost, its test accuracy, and the sha256 of its
+weights. Runs that TABLE has are skipped.
 
 `replay` lets each method choose on the recorded runs with a simulated clock, at the cost of RUNS
-runs of the first recipe. The regret of a choice is the test accuracy that it loses, as a fraction
-of the difference between the best and the worst configuration of the task. The order of the learned
-portfolio is that which is best on the other tasks (leaving one task out).
+runs of the first recipe that trains all weights. A run costs its estimate times a random factor,
+log-normal with a standard deviation of 20 %. The regret of a choice is the test accuracy that it
+loses, as a fraction of the difference between the best and the worst configuration of the task. The
+order of the learned portfolio is that which is best on the other tasks (leaving one task out).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune.commands import start
-from finetune.commands.portfolio import PORTFOLIO, Member, build_trials
+from finetune.commands.portfolio import PORTFOLIO, START_SECONDS, Member, build_trials
 from finetune.commands.successive_halving import Point, Search, Trial
 from finetune.commands.tune import Progress, run_search
-from finetune.log import quiet
+from finetune.log import only_warnings, quiet
 from finetune.recipe.load import MINIMAL_RECIPE, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.training.train import train
 
 Row = dict[str, Any]
-FINAL_SECONDS = 8.0
+_COST_ERROR = 0.2  # standard deviation of the logarithm of a run's cost, relative to its estimate
 
 
 def main() -> None:
-    """Record runs, or replay the searches on them."""
+    """Plan runs, record them, or replay the searches on them."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    plan_parser = commands.add_parser("plan")
+    plan_parser.add_argument("plan", type=Path)
+    plan_parser.add_argument("folders", nargs="+")
+    plan_parser.add_argument("--random", type=int, default=30, metavar="N")
+    plan_parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE")
     record_parser = commands.add_parser("record")
     record_parser.add_argument("table", type=Path)
-    record_parser.add_argument("folders", nargs="+")
-    record_parser.add_argument("--random", type=int, default=27, metavar="N")
-    record_parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE")
+    record_parser.add_argument("plan", type=Path)
+    record_parser.add_argument("--processes", type=int, default=1, metavar="N")
     replay_parser = commands.add_parser("replay")
     replay_parser.add_argument("table", type=Path)
     replay_parser.add_argument("--budget", type=float, default=5.0)
     replay_parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    if arguments.command == "record":
-        for folder in arguments.folders:
-            record(arguments.table, folder, arguments.overrides, num_random=arguments.random)
+    if arguments.command == "plan":
+        plan(arguments.plan, arguments.folders, arguments.overrides, num_random=arguments.random)
+    elif arguments.command == "record":
+        record(arguments.table, read_table(arguments.plan), num_processes=arguments.processes)
     else:
         replay(read_table(arguments.table), budget=arguments.budget, num_seeds=arguments.seeds)
 
@@ -83,34 +97,50 @@ def random_members(count: int) -> list[Member]:
     return members
 
 
-def record(table: Path, folder: str, overrides: Sequence[str], *, num_random: int) -> None:
-    """Train all configurations on a folder of images, and append their runs to the table."""
+def plan(path: Path, folders: Sequence[str], overrides: Sequence[str], *, num_random: int) -> None:
+    """Write all configurations of each folder: the first of each, then the second, and so on."""
     members = (*PORTFOLIO, *random_members(num_random))
+    rows: list[list[Row]] = []
+    for folder in folders:
+        trials = build_trials(start.start(folder, overrides=overrides), members)
+        task = Path(folder).name
+        rows.append([{"task": task, "number": i, **vars(t)} for i, t in enumerate(trials)])
+    with path.open("w", encoding="utf-8") as file:
+        for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
+            kept = ("task", "number", "name", "kind", "recipe", "estimate", "final_seconds")
+            file.write(json.dumps({key: row[key] for key in kept}) + "\n")
+
+
+def record(table: Path, planned: Sequence[Row], *, num_processes: int) -> None:
+    """Train the configurations of a plan that the table lacks, and append their runs to it."""
     done = {(row["task"], row["name"]) for row in read_table(table)}
-    task = Path(folder).name
-    for trial in build_trials(start.start(folder, overrides=overrides), members):
-        if (task, trial.name) in done:
-            continue
-        recipe = parse_recipe(trial.recipe, name=trial.name)
-        with tempfile.TemporaryDirectory(prefix="tune-regret-") as temporary:
-            results = train(recipe, Path(temporary) / "run", keep_process_group=True)
-            lines = RunDir(Path(temporary) / "run").read_metrics()
-        evaluations = [line for line in lines if line["split"] == "val"]
-        curve = [(line["step"], line["top1"], line["loss"]) for line in evaluations]
-        num_steps, seconds = curve[-1][0], evaluations[-1]["seconds"]
-        row = {
-            **{"task": task, "name": trial.name, "kind": trial.kind, "estimate": trial.estimate},
-            **{"curve": curve, "num_images": results["val"]["examples"]},
-            "step_seconds": seconds / num_steps,
-            "start_seconds": max(0.0, results["command_seconds"] - seconds - FINAL_SECONDS),
-            **{"test": results["test"]["top1"], "model_sha256": results["model_sha256"]},
-        }
-        with table.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    left = [row for row in planned if (row["task"], row["name"]) not in done]
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(train_row, row) for row in left]):
+            row = future.result()
+            with table.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['task']} {row['name']}: test {row['test']:.4f}", file=sys.stderr)
+
+
+def train_row(row: Row) -> Row:
+    """Train a configuration. Returns: the row with what was measured, without its recipe."""
+    recipe = parse_recipe(row["recipe"], name=row["name"])
+    with tempfile.TemporaryDirectory(prefix="tune-regret-") as temporary, only_warnings():
+        results = train(recipe, Path(temporary) / "run", keep_process_group=True)
+        lines = RunDir(Path(temporary) / "run").read_metrics()
+    evaluations = [line for line in lines if line["split"] == "val"]
+    return {
+        **{key: value for key, value in row.items() if key != "recipe"},
+        "curve": [(line["step"], line["top1"], line["loss"]) for line in evaluations],
+        "num_images": results["val"]["examples"],
+        "seconds": results["command_seconds"],
+        **{"test": results["test"]["top1"], "model_sha256": results["model_sha256"]},
+    }
 
 
 def read_table(table: Path) -> list[Row]:
-    """Read the recorded runs; none if there is no table."""
+    """Read a plan or the recorded runs; none if there is no file."""
     if not table.exists():
         return []
     return [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
@@ -122,8 +152,12 @@ def read_table(table: Path) -> list[Row]:
 class RecordedRuns:
     """Runs of one task that cost simulated time."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+        rng = np.random.default_rng(seed)
         self._rows = {row["name"]: row for row in rows}
+        self.seconds = {
+            row["name"]: row["estimate"] * rng.lognormal(sigma=_COST_ERROR) for row in rows
+        }
         self._steps: dict[str, int] = {}
         self.now = 0.0
 
@@ -135,14 +169,15 @@ class RecordedRuns:
         self, recipe: Recipe, folder: Path, pause: Callable[[int, int], bool]
     ) -> Progress:
         """Continue a run as `tune.train_until` does."""
-        row = self._rows[folder.name]
-        done = self._steps.get(folder.name, 0)
-        self.now += row["start_seconds"] if not done else min(row["start_seconds"], 5.0)
-        num_steps = row["curve"][-1][0]
+        row, seconds = self._rows[folder.name], self.seconds[folder.name]
+        done, num_steps = self._steps.get(folder.name, 0), row["curve"][-1][0]
+        # A run that trains only the classifier spends its time on features, before the first step.
+        start_seconds = seconds if row["kind"] == "head" else min(START_SECONDS, seconds)
+        self.now += start_seconds if not done else START_SECONDS
         for step, *_ in row["curve"]:
             if step <= done:
                 continue
-            self.now += (step - done) * row["step_seconds"]
+            self.now += (step - done) * (seconds - start_seconds) / num_steps
             done = self._steps[folder.name] = step
             if pause(step, num_steps):
                 break
@@ -150,15 +185,16 @@ class RecordedRuns:
         return Progress(num_steps, row["num_images"], curve, "")
 
 
-def search(rows: Sequence[Row], order: Sequence[str], seconds: float) -> float:
+def search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int) -> float:
     """Search with the runs of a task in an order. Returns: the test accuracy of the choice."""
     by_name = {row["name"]: row for row in rows}
     recipe = MINIMAL_RECIPE.replace("epochs: 1", "steps: 1")  # it cannot be shortened
+    keys = ("kind", "estimate", "final_seconds")
     trials = [
-        Trial(name, name, by_name[name]["kind"], recipe, by_name[name]["estimate"], FINAL_SECONDS)
+        Trial(name, name, recipe=recipe, **{key: by_name[name][key] for key in keys})
         for name in order
     ]
-    runs = RecordedRuns(rows)
+    runs = RecordedRuns(rows, seed)
     state = Search("table", [], seconds / 60, "top1", 10**6, False, trials)
     with tempfile.TemporaryDirectory(prefix="tune-regret-") as folder, quiet():
         chosen = run_search(
@@ -167,22 +203,16 @@ def search(rows: Sequence[Row], order: Sequence[str], seconds: float) -> float:
     return float(by_name[chosen.name]["test"])
 
 
-def random_search(rows: Sequence[Row], order: Sequence[str], seconds: float) -> float:
+def random_search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int) -> float:
     """Train whole runs in an order. Returns: the test accuracy of the best on validation."""
-    by_name = {row["name"]: row for row in rows}
+    by_name, costs = {row["name"]: row for row in rows}, RecordedRuns(rows, seed).seconds
     done: list[Row] = []
     for name in order:
-        row = by_name[name]
-        seconds -= whole_seconds(row)
-        if seconds < 0 and done:
+        seconds -= costs[name]
+        if seconds < by_name[name]["final_seconds"] and done:
             break
-        done.append(row)
+        done.append(by_name[name])
     return float(max(done, key=lambda row: float(row["curve"][-1][1]))["test"])
-
-
-def whole_seconds(row: Row) -> float:
-    """Return the cost of a whole run."""
-    return float(row["start_seconds"] + row["curve"][-1][0] * row["step_seconds"])
 
 
 def normalized_regret(rows: Sequence[Row], accuracy: float) -> float:
@@ -216,27 +246,26 @@ def learned_order(others: dict[str, list[Row]], names: Sequence[str]) -> list[st
 def replay(table: Sequence[Row], *, budget: float, num_seeds: int) -> None:
     """Print the regret of each method: its median and its worst over all tasks and seeds."""
     tasks: dict[str, list[Row]] = {}
-    for row in table:
+    for row in sorted(table, key=lambda row: int(row["number"])):
         tasks.setdefault(row["task"], []).append(row)
     regrets: dict[str, list[float]] = {}
     for task, rows in tasks.items():
-        names = [row["name"] for row in rows]  # as recorded: the recipe of `start` comes first
+        names = [row["name"] for row in rows]
         others = {other: tasks[other] for other in tasks if other != task}
-        seconds = budget * (whole_seconds(rows[0]) + FINAL_SECONDS)
-        results = {
-            "start": [float(rows[0]["test"])],
-            "portfolio": [search(rows, names, seconds)],
-            "learned portfolio": [search(rows, learned_order(others, names), seconds)],
-            "random search": [],
-            "ASHA": [],
-        }
+        orders = {"portfolio": names, "learned portfolio": learned_order(others, names)}
+        whole = next(row for row in rows if row["kind"] == "full")
+        seconds = budget * (whole["estimate"] + whole["final_seconds"])
+        results = {"start": [float(rows[0]["test"])]}
         for seed in range(num_seeds):
-            order = [str(name) for name in np.random.default_rng(seed).permutation(names)]
-            results["random search"].append(random_search(rows, order, seconds))
-            results["ASHA"].append(search(rows, order, seconds))
+            drawn = [str(name) for name in np.random.default_rng(seed).permutation(names)]
+            found = {name: search(rows, order, seconds, seed) for name, order in orders.items()}
+            found["random search"] = random_search(rows, drawn, seconds, seed)
+            found["ASHA"] = search(rows, drawn, seconds, seed)
+            for method, accuracy in found.items():
+                results.setdefault(method, []).append(accuracy)
         for method, accuracies in results.items():
-            found = [normalized_regret(rows, accuracy) for accuracy in accuracies]
-            regrets.setdefault(method, []).extend(found)
+            lost = [normalized_regret(rows, accuracy) for accuracy in accuracies]
+            regrets.setdefault(method, []).extend(lost)
     print("| method | choices | median regret | worst regret |")
     print("|---|---|---|---|")
     for method, values in regrets.items():

@@ -141,18 +141,18 @@ def test_regret_of_searches(tune_regret: Callable[..., list[list[str]]], tmp_pat
     """On two tasks, the third configuration is best; a search in five runs finds it."""
     lines = []
     for task in ("one", "two"):
-        for name, accuracy in (("start", 0.6), ("worse", 0.3), ("best", 0.9)):
+        for number, (name, accuracy) in enumerate([("start", 0.6), ("worse", 0.3), ("best", 0.9)]):
             curve = [(step, accuracy * step / 40, 1.0) for step in (10, 20, 30, 40)]
-            row = {"task": task, "name": name, "kind": "full", "estimate": 40.0, "curve": curve}
-            row |= {"num_images": 1000, "step_seconds": 1.0, "start_seconds": 2.0}
+            row = {"task": task, "number": number, "name": name, "kind": "full", "curve": curve}
+            row |= {"num_images": 1000, "estimate": 40.0, "final_seconds": 8.0}
             lines.append(json.dumps(row | {"test": accuracy}))
     table = tmp_path / "table.jsonl"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")
     rows = tune_regret("replay", str(table))
     assert {row[0]: row[1:] for row in rows} == {
         "start": ["2", "0.500", "0.500"],
-        "portfolio": ["2", "0.000", "0.000"],
-        "learned portfolio": ["2", "0.000", "0.000"],
+        "portfolio": ["6", "0.000", "0.000"],
+        "learned portfolio": ["6", "0.000", "0.000"],
         "random search": ["6", "0.000", "0.000"],
         "ASHA": ["6", "0.000", "0.000"],
     }
@@ -163,15 +163,16 @@ def test_recording_for_the_regret(
 ) -> None:
     for split in ("train", "test"):
         write_image_folder(tmp_path / "photos", {f"{split}/a": 20, f"{split}/b": 20})
-    table = tmp_path / "table.jsonl"
+    plan, table = tmp_path / "plan.jsonl", tmp_path / "table.jsonl"
     keys = ("model.name=embedded:vit_nano", "model.freeze=backbone", "optim.epochs=2")
+    folder = str(tmp_path / "photos")
+    tune_regret("plan", str(plan), folder, "--random", "1", "--overrides", *keys)
     for _ in range(2):  # the second time, all runs are in the table
-        arguments = (str(table), str(tmp_path / "photos"), "--random", "1", "--overrides", *keys)
-        assert tune_regret("record", *arguments) == []
+        assert tune_regret("record", str(table), str(plan)) == []
     rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
     assert len({row["name"] for row in rows}) == len(rows)
     row = rows[0]
     assert (row["task"], row["name"], row["kind"]) == ("photos", "start", "head")
     assert len(row["curve"]) == 2
     assert 0 <= row["test"] <= 1
-    assert row["step_seconds"] > 0
+    assert row["estimate"] > 0

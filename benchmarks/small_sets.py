@@ -4,8 +4,9 @@
 
 `tiles` has drawn land covers and `letters` drawn letters. The others are subsets of two folders
 with parquet files: `cifar` (10 classes of 100 images), `longtail`, `noisy` (4 classes of 200, a
-fifth of the training labels wrong), `tiny37` (37 classes of 40), `tiny20` (20 classes of 5) and
-`photos` (10 classes of 200, enlarged to 64 px).
+fifth of the training labels wrong), `tiny37` (37 classes of 30), `tiny20` (20 classes of 5) and
+`photos` (25 classes of 30, enlarged to 64 px). Those of Tiny ImageNet are from its validation split
+alone, because the embedded networks were pretrained on the other one.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def main() -> None:
     write_subset(out / "cifar", cifar, dict.fromkeys(range(10), 100))
     write_subset(out / "longtail", cifar, {k: round(203 * (5 / 203) ** (k / 9)) for k in range(10)})
     write_subset(out / "noisy", cifar, dict.fromkeys(range(4), 200), noise=0.2)
-    write_subset(out / "tiny37", tiny, dict.fromkeys(range(0, 185, 5), 40))
-    write_subset(out / "tiny20", tiny, dict.fromkeys(range(0, 200, 10), 5))
-    write_subset(out / "photos", tiny, dict.fromkeys(range(10), 200), side=SIDE)
+    validation = tiny / "data" / "validation-00000-of-00001.parquet"
+    write_subset(out / "tiny37", validation, dict.fromkeys(range(0, 185, 5), 30))
+    write_subset(out / "tiny20", validation, dict.fromkeys(range(0, 200, 10), 5))
+    write_subset(out / "photos", validation, dict.fromkeys(range(3, 200, 8), 30), side=SIDE)
 
 
 def write_drawn(
@@ -140,33 +142,37 @@ def write_subset(
     side: int | None = None,
     noise: float = 0.0,
 ) -> None:
-    """Write the first images of some classes, and 50 test images of each.
+    """Write the first images of some classes, and at most 50 test images of each.
 
     Args:
+        parquet: a folder with the splits train and test, or a file; the test images are those after
+            the training images.
         counts: training images by label.
         side: side to which images are enlarged; None to keep their size.
         noise: share of the training images that get the label of another class.
     """
     rng, classes = np.random.default_rng(0), list(counts)
-    for split, pattern in {"train": "train-*", "test": "[tv][ea][sl]*"}.items():
-        left = dict(counts) if split == "train" else dict.fromkeys(counts, 50)
-        for file in sorted(parquet.rglob(f"{pattern}.parquet")):
-            table = pq.read_table(file)
-            images = table.column("image" if "image" in table.column_names else "img")
-            labels = table.column("label").to_pylist()
-            for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-                if not left.get(label):
-                    continue
-                left[label] -= 1
-                if split == "train" and rng.random() < noise:
-                    label = rng.choice([other for other in classes if other != label])
-                (out := folder / split / f"c{label:03d}").mkdir(parents=True, exist_ok=True)
-                encoded = image["bytes"].as_py()
-                if side is not None:
-                    resized = Image.open(io.BytesIO(encoded)).convert("RGB").resize((side, side))
-                    resized.save(buffer := io.BytesIO(), "JPEG", quality=90)
-                    encoded = buffer.getvalue()
-                (out / f"{number:06d}.jpg").write_bytes(encoded)
+    files = [parquet] if parquet.is_file() else sorted(parquet.rglob("t*.parquet"), reverse=True)
+    left = {"train": dict(counts), "test": dict.fromkeys(counts, 50)}
+    for file in files:
+        splits = [name for name in left if parquet.is_file() or file.name.startswith(name)]
+        table = pq.read_table(file)
+        images = table.column("image" if "image" in table.column_names else "img")
+        labels = table.column("label").to_pylist()
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            split = next((name for name in splits if left[name].get(label)), None)
+            if split is None:
+                continue
+            left[split][label] -= 1
+            if split == "train" and rng.random() < noise:
+                label = rng.choice([other for other in classes if other != label])
+            (out := folder / split / f"c{label:03d}").mkdir(parents=True, exist_ok=True)
+            encoded = image["bytes"].as_py()
+            if side is not None:
+                resized = Image.open(io.BytesIO(encoded)).convert("RGB").resize((side, side))
+                resized.save(buffer := io.BytesIO(), "JPEG", quality=90)
+                encoded = buffer.getvalue()
+            (out / f"{number:06d}.jpg").write_bytes(encoded)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ _MIN_EVALUATIONS = 4  # of a run, so that it can pause
 # Cost of a run before anything is measured: in seconds, or in forward passes per image.
 START_SECONDS = 5.0  # besides computing features
 FINAL_SECONDS = 8.0  # of results, card and report
-_TRAIN_FORWARDS = 3.5  # a training step with its transforms
+_TRAIN_FORWARDS = 3.5  # a training step with its transforms, unless `start` has measured it
+_HEAD_STEP_SECONDS = 0.006  # a step of the classifier on cached features
 FINAL_FORWARDS = 2.0  # the final evaluation also decodes the image
 
 
@@ -173,9 +174,14 @@ def _estimate_trial(
 ) -> Trial:
     """Return a trial with its estimated cost."""
     forward_seconds, num_val = choice.score.forward_seconds, _num_val(start)
-    seconds = START_SECONDS + forward_seconds * (start.builder.stats.num_train + num_val)
-    if not choice.frozen:
-        seconds += max(choice.epochs * _epoch_seconds(start, choice.score), choice.seconds or 0.0)
+    num_train, optim = start.builder.stats.num_train, recipe.optim
+    seconds = START_SECONDS + forward_seconds * (num_train + num_val)
+    head_epochs = sum(stage.epochs or 0 for stage in optim.stages if stage.freeze == "backbone")
+    if choice.frozen:
+        head_epochs += optim.epochs or 0
+    else:
+        seconds += choice.epochs * _epoch_seconds(start, choice.score)
+    seconds += head_epochs * num_train / recipe.data.batch_size * _HEAD_STEP_SECONDS
     num_final = num_val + start.builder.stats.split_sizes.get("test", 0)
     final_seconds = FINAL_SECONDS + FINAL_FORWARDS * forward_seconds * num_final
     return Trial(name, description, trial_kind(recipe), recipe.to_yaml(), seconds, final_seconds)
@@ -183,8 +189,12 @@ def _estimate_trial(
 
 def _epoch_seconds(start: StartResult, score: Score) -> float:
     """Estimate the seconds of an epoch in which all weights are trained, with its evaluation."""
-    forwards = _TRAIN_FORWARDS * start.builder.stats.num_train + _num_val(start)
-    return score.forward_seconds * forwards
+    num_train, choice = start.builder.stats.num_train, start.choice
+    train_forwards = _TRAIN_FORWARDS
+    if choice.seconds is not None and not choice.frozen:
+        forward_seconds = choice.score.forward_seconds
+        train_forwards = choice.seconds / choice.epochs / num_train / forward_seconds
+    return score.forward_seconds * (train_forwards * num_train + _num_val(start))
 
 
 def _num_val(start: StartResult) -> int:

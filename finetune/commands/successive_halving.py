@@ -46,6 +46,7 @@ _MIN_VALIDATION_IMAGES = 200  # below, further splits of the training images con
 _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5
 _MIN_LENGTH = 0.25  # a configuration may be shortened to this fraction to fit into the time
 _SHORT_SECONDS = 20.0  # a pause would save less than the start after it costs
+_SHORTENED = "the next configuration, shortened"  # to the time left, so a pause would not help
 _MAX_RESUME_SECONDS = 10.0  # the first start of a run may also compute features or train a stage
 
 
@@ -160,7 +161,7 @@ def decide(search: Search) -> Decision | None:
     3. with few images: the best run and the first one on another validation split;
     4. the next configuration, if the best paused run can be finished after it;
     5. the best paused run;
-    6. the next configuration, with as many epochs as fit;
+    6. the next configuration to its end, with as many epochs as fit;
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
     for trial in search.candidates:
@@ -174,7 +175,8 @@ def decide(search: Search) -> Decision | None:
     if following is not None:
         is_short = estimate_rest(search, following) <= _SHORT_SECONDS
         next_rung = next(rung for rung in RUNG_NAMES if rung > following.rung)
-        until = 1.0 if following.repeats or is_short else next_rung
+        is_whole = following.repeats or is_short or reason == _SHORTENED
+        until = 1.0 if is_whole else next_rung
         return Decision(following.name, until, reason, search.used_seconds)
     if active and not search.finished:
         fastest = min(active, key=lambda trial: estimate_rest(search, trial))
@@ -208,7 +210,7 @@ def _following_trial(
     if best is not None and (trial is None or not _fits(search, best, after=trial)):
         return best, "the best of those that have paused, before the time is over"
     if trial is None:
-        reason = "the next configuration, shortened"
+        reason = _SHORTENED
         trial = next((t for t in active if not t.curve and _shorten(search, t)), None)
     return trial, reason
 

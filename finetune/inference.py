@@ -36,7 +36,7 @@ from finetune.evaluation.unknown_classes import (
 )
 from finetune.evaluation.validation_scores import ValidationScores, log_odds, nonconformity
 from finetune.formatting import pluralize
-from finetune.log import logger
+from finetune.log import logger, warn_once
 from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.fast_layers import use_onednn_linear
 from finetune.models.features import compute_pre_logits, enable_feature_input
@@ -510,6 +510,9 @@ def eval_pipeline_and_class_names(
     """
     num_classes = get_num_classes(model, built)
     names = built.class_names or [str(index) for index in range(num_classes)]
+    if repeated := len(names) - len({*names}):
+        classes = pluralize(repeated, "class has", "classes have")
+        warn_once(f"{model}: {classes} the name of another one; see 'index' with --json")
     if built.pipeline is not None:
         return built.pipeline, names
     if use_recipe:

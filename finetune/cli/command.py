@@ -30,7 +30,7 @@ from finetune.ranks import is_main_process
 
 __all__ = ["CommandGroup", "CommandResult", "command"]
 
-_OUTPUT_OPTIONS = ("out", "sheet", "page", "profile", "export_space", "static")
+_OUTPUT_OPTIONS = ("out", "sheet", "features", "page", "profile", "export_space", "static")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,12 @@ def train(
             source, overrides, search, minutes, resume=resume, dry_run=dry_run, download=download
         )
     if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():
+        if (folder / "run.json").is_file():
+            raise RecipeError(
+                f"{folder / 'recipe.yaml'}: the file is missing; restore it, for example from a "
+                "copy of the run, then continue the run with --resume",
+                code="recipe.not_found",
+            )
         raise RecipeError(
             f"{recipe}: this run was stopped before it wrote its recipe, so nothing was trained; "
             f"start it again: {shlex.join(['finetune', 'train', 'RECIPE', '--out', recipe])}",

@@ -56,6 +56,7 @@ _IMAGE_COLUMN_NAMES = (
     "id",
 )
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
+_OTHER_SPLIT_NAMES = {"fold", "partition", "phase", "set", "subset"}  # are not read, but warned of
 _ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # tried for names without a suffix
 _LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
 MAX_FILE_BYTES = 2**28  # enough for millions of lines
@@ -329,6 +330,12 @@ def _find_columns(
         message = f"the columns {' and '.join(map(repr, split_columns))} differ only in case"
         raise line_error(file, 1, f"{message}; rename one", "data.ambiguous")
     split_column = next(iter(split_columns), None)
+    unused = {*header} - {image_column, *label_columns, split_column, columns.group}
+    if split_column is None and (similar := unused & _OTHER_SPLIT_NAMES):
+        warn_once(
+            f"{printable_path(file)}: the column {min(similar)!r} is not used; if it says which "
+            "split an image is in, name it 'split'"
+        )
     for name in (image_column, *label_columns, split_column, columns.group):
         if name is not None and header.count(name) > 1:
             message = f"two columns are named {name!r}; rename one"

@@ -1,4 +1,4 @@
-"""Leakage: images, or images of their groups, that are in more than one split."""
+"""Leakage: images, or images of their groups, that are in more than one split, or in one twice."""
 
 # N images, C copies
 
@@ -15,7 +15,7 @@ from finetune.data.recorded_digests import DIGEST_BYTES
 from finetune.data.source import Source, Split
 from finetune.formatting import pluralize
 
-__all__ = ["find_equal_pixels", "find_leakage", "is_in_splits"]
+__all__ = ["find_equal_pixels", "find_leakage", "find_repeated_images", "is_in_splits"]
 
 # (split that is learned from or chosen by, split that is evaluated, effect on its metrics)
 _PAIRS = (
@@ -38,6 +38,26 @@ def find_leakage(source: Source) -> list[str]:
     copies = (_find_copies(*pair) for pair in pairs)
     groups = (_find_shared_groups(*pair[:2]) for pair in pairs)
     return [warning for warning in (*copies, *groups) if warning]
+
+
+def find_repeated_images(split: Split) -> list[str]:
+    """Return a warning if a split, which is not streamed, has images more than once."""
+    values_N = split.digests.view(f"V{DIGEST_BYTES}")[:, 0]
+    rows_N = np.flatnonzero(split.digests.any(axis=1))  # unreadable images have 16 zeros
+    rows_N = rows_N[np.argsort(values_N[rows_N], kind="stable")]
+    is_copy_C = values_N[rows_N[1:]] == values_N[rows_N[:-1]]
+    copies_C, originals_C = rows_N[1:][is_copy_C], rows_N[:-1][is_copy_C]
+    if not len(copies_C):
+        return []
+    differs = split.labels[copies_C] != split.labels[originals_C]
+    others = np.flatnonzero(differs.reshape(len(copies_C), -1).any(axis=1))
+    example = others[0] if len(others) else 0
+    labels = f", {len(others)} of them under another label" if len(others) else ""
+    return [
+        f"split '{split.name}': {len(copies_C)} of {pluralize(len(split), 'image')} are copies of "
+        f"others of this split{labels} (for example '{split.name_of(copies_C[example])}' of "
+        f"'{split.name_of(originals_C[example])}'); remove the copies"
+    ]
 
 
 def is_in_splits(split: Split, others: Sequence[Split]) -> NDArray[np.bool_]:

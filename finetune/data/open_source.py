@@ -149,6 +149,13 @@ def check_classes(source: Source) -> None:
                 "training images of them, or remove these classes",
                 code="data.split_mismatch",
             )
+        absent = [source.class_names[i] for i in np.flatnonzero((counts_K == 0) & in_train_K)]
+        if absent:
+            count_text = pluralize(len(absent), "class", "classes")
+            warn_once(
+                f"{source.name}: {count_text} without an image in '{name}': "
+                f"{', '.join(absent[:5])}; its metrics say nothing about them"
+            )
     missing = [source.class_names[label] for label in np.flatnonzero(~in_train_K).tolist()]
     if missing:
         count_text = pluralize(len(missing), "declared class", "declared classes")

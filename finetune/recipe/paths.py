@@ -147,6 +147,8 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
             hint = f"; did you mean {meant}?"
         elif kind in SOURCE_KINDS:
             hint = f": the path after '{kind}:' is missing"
+        elif kind in ("http", "https"):
+            hint = f"; download it, or if it is a tar file, write tar:{source}"
         raise DataError(
             f"{source!r}: not a data source{hint}; expected hub:owner/name, parquet:PATH, "
             "tar:PATTERN, csv:PATH, folder:PATH or embedded:digits",

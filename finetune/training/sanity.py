@@ -9,6 +9,7 @@ from typing import Any
 from timm.optim import get_optimizer_info
 
 from finetune.data.class_balance import describe_imbalance
+from finetune.data.leakage import find_repeated_images
 from finetune.errors import DivergedError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, wilson_interval
 from finetune.evaluation.multilabel import chance_mean_average_precision
@@ -29,10 +30,12 @@ def check_setup(setup: TrainingSetup) -> list[str]:
     """Return a warning, with advice, for each setting that is ignored or too small.
 
     Covers ignored recipe keys, warm-up that takes the whole run, too few steps, an EMA too slow for
-    the run, small validation and test splits, and rare classes.
+    the run, repeated training images, small validation and test splits, and rare classes.
     """
     lines = [*_check_ignored_keys(setup.recipe), *_check_warmup(setup), *_check_num_steps(setup)]
     lines += _check_ema(setup)
+    if not setup.source.splits["train"].is_streamed:
+        lines += find_repeated_images(setup.source.splits["train"])
     for name in ("val", "test"):
         split = setup.source.splits.get(name)
         if split is not None and len(split) < TOO_FEW_IMAGES:

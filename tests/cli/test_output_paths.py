@@ -27,6 +27,7 @@ OPTIONS = {
     **FOLDER_OPTIONS,
     "predict": ["predict", MODEL, "a.png", "--out"],
     "predict --sheet": ["predict", MODEL, "a.png", "--sheet"],
+    "predict --features": ["predict", MODEL, "a.png", "--features"],
     "show --images": ["show", "embedded:digits", "--images", "--out"],
     "data info": ["data", "info", "embedded:digits", "--sheet"],
     "report of two": ["report", "a-run", "another", "--out"],
@@ -36,7 +37,7 @@ OPTIONS = {
     "train": ["train", "tiny.yaml", "--out"],
     "tune": ["tune", "tiny.yaml", "--minutes", "1", "--out"],
 }
-SUFFIXES = {"predict": ".csv", "predict --sheet": ".png"}
+SUFFIXES = {"predict": ".csv", "predict --sheet": ".png", "predict --features": ".parquet"}
 # Path and cause, for a name, a link and a whole path that the system refuses.
 IMPOSSIBLE_PATHS = {
     "a long name": ("there/" + "y" * 300, "File name too long"),

@@ -71,6 +71,9 @@ def test_a_run_that_stopped_before_it_had_a_recipe_is_started_again(
     for options in ([], ["--resume"]):
         assert main(["train", str(tmp_path), *options]) == 2
         assert f"finetune train RECIPE --out {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "run.json").touch()
+    assert main(["train", str(tmp_path), "--resume"]) == 2
+    assert f"{tmp_path / 'recipe.yaml'}: the file is missing" in capsys.readouterr().err
     assert not train.calls
 
 

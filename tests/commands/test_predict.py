@@ -539,6 +539,17 @@ def test_counts_below_one_are_refused(model: Path, arguments: dict[str, Any]) ->
         Classifier.load(model, device="cpu").predict([], **arguments)
 
 
+def test_warns_of_classes_with_the_same_name(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(path.read_text().replace('"green"', '"blue"'))
+    forget_checksums(tmp_path / "model")
+    Classifier.load(tmp_path / "model")
+    assert "1 class has the name of another one" in caplog.text
+
+
 def test_weights_without_a_classifier_give_only_features(tmp_path: Path) -> None:
     network = timm.create_model("vit_tiny_patch16_224", img_size=24, num_classes=0, **SIZES)
     preprocessing = Preprocessing((24, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")

@@ -121,7 +121,7 @@ TRAIN_IMAGE_A, TRAIN_IMAGE_B = "train/a/1.png", "train/b/1.png"
 SOURCES = {
     "only a prefix": BadInput("data info folder:", "data.wrong_source", "'folder:'"),
     "a URL": BadInput(
-        "data info https://example.org/d.zip", "data.wrong_source", "'https://example.org/d.zip'"
+        "data info https://example.org/d.zip", "data.wrong_source", "tar:https://example.org/d.zip"
     ),
     "a path without a prefix": BadInput(
         "eval embedded:vit_nano --data d", "data.empty", "folder:d", {"d": Path.mkdir}

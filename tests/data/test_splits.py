@@ -18,7 +18,7 @@ from small_datasets import (
     write_parquet,
 )
 
-from finetune.data.leakage import find_equal_pixels, find_leakage
+from finetune.data.leakage import find_equal_pixels, find_leakage, find_repeated_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
 from finetune.data.splits import (
@@ -152,6 +152,36 @@ def test_finds_equal_pixels_in_other_files(
     for leak in leaks:
         assert "split 'test': 2 of 7 images have the same pixels as train images" in leak
         assert "'test/b/saved_again_0.png' of 'train/a/1.png'" in leak
+
+
+def test_finds_images_that_a_split_has_twice(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path, {"a": 3, "b": 3})
+    assert find_repeated_images(open_source(source).splits["train"]) == []
+    for number in range(2):
+        shutil.copy(tmp_path / "a/1.png", tmp_path / f"a/copy{number}.png")
+    (same_label,) = find_repeated_images(open_source(source).splits["train"])
+    assert "split 'train': 2 of 8 images are copies of others of this split (for" in same_label
+    shutil.copy(tmp_path / "a/2.png", tmp_path / "b/other.png")
+    (other_label,) = find_repeated_images(open_source(source).splits["train"])
+    assert "3 of 9 images" in other_label
+    assert "1 of them under another label (for example 'b/other.png' of 'a/2.png')" in other_label
+
+
+def test_finds_a_shard_that_is_a_copy_of_another(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", [0, 1, 1])
+    shutil.copy(
+        tmp_path / "train-00000-of-00002.parquet", tmp_path / "train-00001-of-00002.parquet"
+    )
+    (line,) = find_repeated_images(open_source(f"parquet:{tmp_path}").splits["train"])
+    assert "3 of 6 images are copies" in line
+
+
+def test_warns_of_a_class_without_test_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = {"train/a": 1, "train/b": 1, "train/c": 1, "test/a": 1, "test/b": 1}
+    open_source(write_image_folder(tmp_path, counts))
+    assert "1 class without an image in 'test': c;" in caplog.messages[0]
 
 
 def test_finds_training_images_in_tables(tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ def test_suggests_val_fraction_only_if_it_would_help() -> None:
     assert line.endswith("add images")
 
 
+def test_warns_about_copies_in_the_training_images() -> None:
+    setup = make_setup()
+    train_split = setup.source.splits["train"]
+    indices = np.r_[np.arange(len(train_split)), 7]
+    splits = {**setup.source.splits, "train": train_split.subset(indices)}
+    source = dataclasses.replace(setup.source, splits=splits)
+    (line,) = check_setup(dataclasses.replace(setup, source=source))
+    assert f"split 'train': 1 of {len(indices)} images" in line
+
+
 def test_warns_about_a_class_ten_times_rarer_than_the_largest() -> None:
     setup = make_setup()
     train_split = setup.source.splits["train"]

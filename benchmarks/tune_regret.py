@@ -182,7 +182,8 @@ class RecordedRuns:
             if pause(step, num_steps):
                 break
         curve = [Point(*point) for point in row["curve"] if point[0] <= done]
-        return Progress(num_steps, row["num_images"], curve, "")
+        train_seconds = done * (seconds - start_seconds) / num_steps
+        return Progress(num_steps, row["num_images"], curve, train_seconds, "")
 
 
 def search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int) -> float:

@@ -20,7 +20,6 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 
 __all__ = [
-    "FINAL_FORWARDS",
     "FINAL_SECONDS",
     "PORTFOLIO",
     "START_SECONDS",
@@ -87,7 +86,7 @@ START_SECONDS = 5.0  # besides computing features
 FINAL_SECONDS = 8.0  # of results, card and report
 _TRAIN_FORWARDS = 3.5  # a training step with its transforms, unless `start` has measured it
 _HEAD_STEP_SECONDS = 0.006  # a step of the classifier on cached features
-FINAL_FORWARDS = 2.0  # the final evaluation also decodes the image
+_FINAL_FORWARDS = 0.5  # the final evaluation has larger batches than the measurement
 
 
 def build_trials(
@@ -183,7 +182,7 @@ def _estimate_trial(
         seconds += choice.epochs * _epoch_seconds(start, choice.score)
     seconds += head_epochs * num_train / recipe.data.batch_size * _HEAD_STEP_SECONDS
     num_final = num_val + start.builder.stats.split_sizes.get("test", 0)
-    final_seconds = FINAL_SECONDS + FINAL_FORWARDS * forward_seconds * num_final
+    final_seconds = FINAL_SECONDS + _FINAL_FORWARDS * forward_seconds * num_final
     return Trial(name, description, trial_kind(recipe), recipe.to_yaml(), seconds, final_seconds)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.commands.portfolio import (
-    FINAL_FORWARDS,
     FINAL_SECONDS,
     START_SECONDS,
     pause_overrides,
@@ -57,7 +56,7 @@ def draw_trials(recipe: Recipe, measured: Mapping[str, Any]) -> list[Trial]:
                 trial_kind(drawn),
                 drawn.to_yaml(),
                 START_SECONDS + seconds["features_seconds"] + steps_seconds,
-                FINAL_SECONDS + FINAL_FORWARDS * eval_seconds * num_final,
+                FINAL_SECONDS + eval_seconds * num_final,
             )
         )
     return trials

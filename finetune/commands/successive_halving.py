@@ -35,6 +35,7 @@ __all__ = [
     "decide",
     "estimate_final",
     "estimate_rest",
+    "fits",
 ]
 
 # Fractions of a run's steps after which it may pause, with their names for users.
@@ -45,6 +46,8 @@ _Z_BETTER, _Z_FEW, _Z_WORSE = 1.0, 1.96, 1.64
 _MIN_VALIDATION_IMAGES = 200  # below, further splits of the training images confirm a choice
 _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5
 _MIN_LENGTH = 0.25  # a configuration may be shortened to this fraction to fit into the time
+_MAX_PAUSE_SHARE = 0.5  # of a run's time to its next pause: its start, and steps to an evaluation
+_MAX_OVERTIME = 0.1  # of the time of the search
 _SHORT_SECONDS = 20.0  # a pause would save less than the start after it costs
 _SHORTENED = "the next configuration, shortened"  # to the time left, so a pause would not help
 _MAX_RESUME_SECONDS = 10.0  # the first start of a run may also compute features or train a stage
@@ -343,10 +346,19 @@ def _fits(search: Search, trial: Trial, *, after: Trial | None = None) -> bool:
     Args:
         after: a trial that is trained to its next pause before.
     """
-    seconds = estimate_rest(search, trial) + estimate_final(search, trial)
+    seconds = estimate_rest(search, trial)
     if after is not None:
-        seconds += estimate_rest(search, after) * (1 if after.repeats else min(RUNG_NAMES))
-    return seconds <= search.left_seconds
+        seconds += estimate_rest(search, after) * (1 if after.repeats else _MAX_PAUSE_SHARE)
+    return fits(search, trial, seconds)
+
+
+def fits(search: Search, trial: Trial, seconds: float) -> bool:
+    """True if the final evaluation of a trial fits into the time left after some seconds.
+
+    The recipe of `finetune train` may take 10 % more, because a shorter one is rarely as good.
+    """
+    extra = _MAX_OVERTIME * 60 * search.minutes if trial is search.trials[0] else 0.0
+    return seconds + estimate_final(search, trial) <= search.left_seconds + extra
 
 
 def _shorten(search: Search, trial: Trial) -> bool:

@@ -38,7 +38,7 @@ from finetune.commands.successive_halving import (
     Trial,
     choose,
     decide,
-    estimate_final,
+    fits,
 )
 from finetune.data.from_recipe import open_full_data
 from finetune.errors import (
@@ -318,6 +318,7 @@ class Progress:
     num_steps: int
     num_images: int
     curve: list[Point]
+    train_seconds: float  # of all steps so far, without evaluations
     data_fingerprint: str  # that of run.json
 
 
@@ -333,12 +334,11 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
     record = read_record(run)
     plan = record["plan"]
     metric = "map" if recipe.data.task == "multilabel" else "top1"
-    curve = [
-        Point(line["step"], line.get(metric) or 0.0, line["loss"])
-        for line in run.read_metrics()
-        if line["split"] == "val"
-    ]
-    return Progress(plan["steps"], plan["images"]["val"], curve, record["data_fingerprint"])
+    lines = [line for line in run.read_metrics() if line["split"] == "val"]
+    curve = [Point(line["step"], line.get(metric) or 0.0, line["loss"]) for line in lines]
+    train_seconds = lines[-1]["seconds"] if lines else 0.0
+    num_images, fingerprint = plan["images"]["val"], record["data_fingerprint"]
+    return Progress(plan["steps"], num_images, curve, train_seconds, fingerprint)
 
 
 def run_search(
@@ -475,8 +475,7 @@ class _Session:
             if step >= decision.until * num_steps:
                 return True
             rest = (num_steps - step) * (_step_seconds(times) or 0.0)
-            is_late = rest + estimate_final(search, trial) > search.left_seconds
-            return is_late and not decision.must_finish
+            return not (decision.must_finish or fits(search, trial, rest))
 
         overrides = (*self.source_overrides, *_TRIAL_OVERRIDES)
         recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)
@@ -494,15 +493,14 @@ class _Session:
             trial.data_fingerprint = reached.data_fingerprint
             trial.curve, trial.num_steps = reached.curve, reached.num_steps
             trial.num_images, trial.last_step = reached.num_images, trial.step
+            if trial.step > first_step:
+                measured = _step_seconds(times) or trial.step_seconds
+                trial.step_seconds = measured or reached.train_seconds / trial.step
         self._update_time()
         seconds = search.used_seconds - decision.used_seconds
         trial.seconds += seconds
-        num_steps = trial.step - first_step
-        if num_steps > 0:
-            measured = _step_seconds(times) or trial.step_seconds or seconds / num_steps
-            trial.step_seconds = measured
-            if not first_step:
-                trial.start_seconds = max(0.0, seconds - num_steps * measured)
+        if not first_step:
+            trial.start_seconds = max(0.0, seconds - trial.step * trial.step_seconds)
         decision.done = True
         self.save()
 

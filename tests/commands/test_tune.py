@@ -105,7 +105,8 @@ class Machine:
             Point(each, final * (0.5 + 0.5 * each / num_steps), 1.0)
             for each in range(EPOCH, step + 1, EPOCH)
         ]
-        return Progress(num_steps, self.num_images, curve, self.data_fingerprint)
+        train_seconds = step * self.step_seconds.get(base, 1.0)
+        return Progress(num_steps, self.num_images, curve, train_seconds, self.data_fingerprint)
 
     def run(self, search: Search, folder: Path) -> Trial:
         return run_search(search, folder, clock=self.clock, train_until=self.train_until)
@@ -270,6 +271,33 @@ class TestTime:
         search = make_search("start a", minutes=2)
         search.trials[0].estimate = 200
         assert Machine().run(search, tmp_path).name == "a"
+
+    @pytest.mark.parametrize("estimate,chosen", [(125, "start"), (130, "a")])
+    def test_the_first_recipe_may_take_a_tenth_more(
+        self, estimate: float, chosen: str, tmp_path: Path
+    ) -> None:
+        search = make_search("start a", minutes=2)
+        search.trials[0].estimate = estimate
+        machine = Machine(epochs={"start": 12})
+        assert machine.run(search, tmp_path).name == chosen
+        assert machine.now + search[chosen].final_seconds <= 132
+
+    def test_the_start_of_a_run_is_not_counted_as_its_steps(self, tmp_path: Path) -> None:
+        search = make_search("start a", minutes=10)
+        Machine({"a": 0.1}, epochs={"a": 4}, start_seconds=30).run(search, tmp_path)
+        assert search["a"].step == EPOCH  # one evaluation, after which it is clearly worse
+        assert (search["a"].start_seconds, search["a"].step_seconds) == (30, 1)
+
+    def test_no_other_run_starts_if_the_best_paused_one_would_not_fit_then(
+        self, tmp_path: Path
+    ) -> None:
+        """A run has one evaluation before its pause, at half of its steps."""
+        search = make_search("start a b", minutes=4.15)
+        search["start"].kind, search["b"].estimate = "head", 80
+        epochs = dict.fromkeys("ab", 2)
+        step_seconds = dict.fromkeys("ab", 5.0)
+        Machine({"a": 0.8}, epochs=epochs, step_seconds=step_seconds).run(search, tmp_path)
+        assert search["a"].is_finished
 
     def test_a_search_whose_time_is_over_still_finishes_the_fastest_run(
         self, tmp_path: Path
@@ -485,7 +513,7 @@ class TestDraws:
         costs = {each.description: each for each in draw("tune: {optim.epochs: [2, 20]}")}
         seconds = [costs[name].estimate for name in ("the recipe as it is", "optim.epochs=20")]
         assert seconds == pytest.approx([55, 105])
-        assert costs["optim.epochs=2"].final_seconds == pytest.approx(10)
+        assert costs["optim.epochs=2"].final_seconds == pytest.approx(9)
         recipe = parse_recipe(costs["optim.epochs=2"].recipe)
         assert recipe.run.eval_every == 5  # 20 steps: it can pause only where it evaluates
 

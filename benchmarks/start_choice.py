@@ -55,7 +55,9 @@ def run_cell(folder: str, cell: str) -> tuple[float, str]:
     name, size, freeze = cell.rsplit(":", 2)
     keys = (f"model.name={name}", f"model.image_size={size}", f"model.freeze={freeze}")
     with TemporaryDirectory(prefix="start-cell-") as temporary:
-        return run(folder, Path(temporary) / "run", *keys)[0], cell
+        accuracy, _ = run(folder, Path(temporary) / "run", *keys)
+    print(f"{Path(folder).name}, {cell}: {100 * accuracy:.1f}", file=sys.stderr, flush=True)
+    return accuracy, cell
 
 
 def run(source: str, out: Path, *overrides: str) -> tuple[float, float]:

@@ -48,7 +48,7 @@ _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5
 _MIN_LENGTH = 0.25  # a configuration may be shortened to this fraction to fit into the time
 _MAX_PAUSE_SHARE = 0.5  # of a run's time to its next pause: its start, and steps to an evaluation
 _MAX_OVERTIME = 0.1  # of the time of the search
-_SHORT_SECONDS = 20.0  # a pause would save less than the start after it costs
+_SHORT_SECONDS = 30.0  # a pause would save less than the start after it costs
 _SHORTENED = "the next configuration, shortened"  # to the time left, so a pause would not help
 _MAX_RESUME_SECONDS = 10.0  # the first start of a run may also compute features or train a stage
 
@@ -208,8 +208,12 @@ def _following_trial(
     if trial is None:
         reason = "the next configuration"
         trial = next((trial for trial in in_time if not trial.curve), None)
-    paused = [trial for trial in in_time if trial.curve]
-    best = max(paused, key=lambda trial: (trial.rung, trial.curve[-1].value), default=None)
+    # Runs that train more than the classifier still gain most of their accuracy.
+    best = max(
+        (trial for trial in in_time if trial.curve),
+        key=lambda trial: (trial.kind != "head", trial.rung, trial.curve[-1].value),
+        default=None,
+    )
     if best is not None and (trial is None or not _fits(search, best, after=trial)):
         return best, "the best of those that have paused, before the time is over"
     if trial is None:

@@ -77,6 +77,7 @@ __all__ = [
 ]
 
 _SAVE_SECONDS = 1.0  # between two records of the time used
+_USUAL_START_SECONDS = 20.0  # of a run, before its first step
 _MEASURED_SHARE = 0.1  # of the time, to measure the steps of a recipe
 # Keys of the run itself, not of its trials.
 _TRIAL_OVERRIDES = (
@@ -474,7 +475,11 @@ class _Session:
                 self.save()
             if step >= decision.until * num_steps:
                 return True
-            rest = (num_steps - step) * (_step_seconds(times) or 0.0)
+            step_seconds = _step_seconds(times) or trial.step_seconds
+            if not step_seconds:  # the first evaluation, after the start of the run
+                seconds = search.used_seconds - decision.used_seconds - _USUAL_START_SECONDS
+                step_seconds = max(0.0, seconds / step)
+            rest = (num_steps - step) * step_seconds
             return not (decision.must_finish or fits(search, trial, rest))
 
         overrides = (*self.source_overrides, *_TRIAL_OVERRIDES)

@@ -282,6 +282,22 @@ class TestTime:
         assert machine.run(search, tmp_path).name == chosen
         assert machine.now + search[chosen].final_seconds <= 132
 
+    def test_a_run_that_is_too_slow_pauses_at_its_first_evaluation(self, tmp_path: Path) -> None:
+        search = make_search("start a", minutes=5)
+        machine = Machine(step_seconds={"a": 7.0})
+        machine.run(search, tmp_path)
+        assert machine.trained["a"] == [EPOCH]
+
+    def test_a_classifier_that_has_paused_does_not_take_the_time_of_another_run(
+        self, tmp_path: Path
+    ) -> None:
+        """After a quarter, `a` has 40 % and `head` 50 %, and there is no time for `b` and `a`."""
+        search = make_search("start a head b", minutes=4.6)
+        search["start"].kind = search["head"].kind = "head"
+        accuracies = {"start": 0.1, "a": 0.64, "head": 0.8}
+        Machine(accuracies).run(search, tmp_path)
+        assert search["a"].is_finished
+
     def test_the_start_of_a_run_is_not_counted_as_its_steps(self, tmp_path: Path) -> None:
         search = make_search("start a", minutes=10)
         Machine({"a": 0.1}, epochs={"a": 4}, start_seconds=30).run(search, tmp_path)
@@ -307,7 +323,7 @@ class TestTime:
         search = make_search("start a", minutes=5)
         search["a"].estimate = 40
         assert machine.run(search, tmp_path).name == "a"
-        assert machine.trained["start"] == [10, 20]  # it pauses once it is clear
+        assert machine.trained["start"] == [EPOCH]  # it pauses once it is clear
 
 
 class TestKills:

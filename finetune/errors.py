@@ -42,7 +42,8 @@ _TOKEN = re.compile(
     r"h(?<=\bh)f_[A-Za-z0-9]{20,}|A(?<=\bA)[KS]IA[0-9A-Z]{16}\b"
     r"|g(?<=\bg)(?:h[opsu]_[A-Za-z0-9]{36}|ithub_pat_\w{30,}|lpat-[\w-]{20,})"
     r"|s(?<=\bs)k-[\w-]{30,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----"
+    r"(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----)?"
 )
 # An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash.
 _URL_USER_INFO = re.compile(
@@ -293,8 +294,11 @@ def escape_control_chars(text: str, *, keep: str = "\n\t") -> str:
 
 def _known_secrets() -> set[str]:
     found = {value.strip() for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    login = Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token").expanduser()
+    # the places of huggingface_hub, whose constants have the variables of its first import
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    login = Path(os.path.expandvars(os.environ.get("HF_TOKEN_PATH") or f"{home}/token"))
+    login = login.expanduser()
     try:
         with login.open(encoding="utf-8") as file:
             found.add(file.read(1000).strip())
@@ -302,6 +306,6 @@ def _known_secrets() -> set[str]:
         pass
     logins = configparser.RawConfigParser()  # of `hf auth login` with several tokens
     with contextlib.suppress(configparser.Error, ValueError):
-        logins.read(Path(home).expanduser() / "stored_tokens", encoding="utf-8")
+        logins.read(login.with_name("stored_tokens"), encoding="utf-8")
     found |= {token.strip() for login in logins.values() for token in login.values()}
     return {secret for secret in found if len(secret) >= _MIN_SECRET_LENGTH}

@@ -220,9 +220,9 @@ def _weights_sha256_of_run(folder: Path) -> Any:
 
     While a run proceeds, run.json has none until its model/ is written.
     """
-    path = folder.absolute()
-    record_path = path.parent / "run.json"
-    if path.name != "model" or not record_path.is_file():
-        return None
-    record = read_untrusted_json(record_path, str(record_path))
-    return record.get("model_sha256") if isinstance(record, dict) else None
+    for path in (folder.absolute(), folder.resolve()):  # either may be a link to the other
+        record_path = path.parent / "run.json"
+        if path.name == "model" and record_path.is_file():
+            record = read_untrusted_json(record_path, str(record_path))
+            return record.get("model_sha256") if isinstance(record, dict) else None
+    return None

@@ -62,6 +62,18 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "token").write_text("the-token-of-the-login\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "stored_tokens").write_text("[work]\nhf_token = the-token-of-another-login\n")
+    for place in ("XDG_CACHE_HOME", "HF_HOME"):  # where huggingface_hub reads a login
+        with monkeypatch.context() as patch:
+            patch.delenv("HF_TOKEN_PATH")
+            patch.delenv("HF_HOME")
+            patch.setenv("CACHE", str(tmp_path))
+            patch.setenv(place, f"$CACHE/{place}")
+            login = (
+                tmp_path / place / ("huggingface" if place == "XDG_CACHE_HOME" else "") / "token"
+            )
+            login.parent.mkdir(parents=True)
+            login.write_text("the-token-of-a-cache")
+            assert errors.redact_secrets("the-token-of-a-cache") == "***"
     monkeypatch.setenv("GITHUB_PAT", "the-token-of-git")
     assert errors.redact_secrets("the-token-of-another-login the-token-of-git") == "*** ***"
     redacted = errors.redact_secrets(
@@ -119,6 +131,7 @@ def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) ->
         "to\N{KELVIN SIGN}en=hunter2hunter2",
         "x github_pat_0123456789012345678901234567890",
         "-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\nMIIE\n-----END PGP PRIVATE KEY BLOCK-----",
     ],
 )
 def test_what_is_masked_must_not_be_published(text: str) -> None:

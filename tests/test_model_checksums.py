@@ -98,6 +98,16 @@ def test_weights_under_another_name_are_refused(folder: Path, originals: list[Pa
         build_model(str(folder))
 
 
+def test_weights_next_to_the_config_of_others_are_refused(
+    folder: Path, originals: list[Path]
+) -> None:
+    other = shutil.copyfile(originals[1] / "model.safetensors", folder / "epoch5.safetensors")
+    with refused("weights.wrong_config", "epoch5.safetensors"):
+        build_model(str(other))
+    edit_config(folder, checksums=None)  # as in a folder of timm
+    build_model(str(other))
+
+
 def test_whole_model_of_another_run_is_refused(folder: Path, originals: list[Path]) -> None:
     checksums = json.loads((folder / "config.json").read_text())["checksums"]
     record = {"status": "done", "model_sha256": checksums["model.safetensors"]}
@@ -105,7 +115,8 @@ def test_whole_model_of_another_run_is_refused(folder: Path, originals: list[Pat
     build_model(str(folder.parent))
     shutil.rmtree(folder)
     shutil.copytree(originals[1], folder)
-    for name in (folder.parent, folder):
+    (link := folder.parents[1] / "best").symlink_to(folder)
+    for name in (folder.parent, folder, link):
         with refused("weights.damaged", name):
             build_model(str(name))
     edit_config(folder, checksums=None)

@@ -12,6 +12,7 @@ from finetune.commands.contact_sheet import ContactSheet, save_sheet
 from finetune.commands.prediction_output import (
     PREDICTION_SUFFIXES,
     PredictionTable,
+    check_holds_predictions,
     open_features_writer,
     open_prediction_writer,
 )
@@ -77,6 +78,8 @@ def predict(
         if features is None
         else check_output_file(features, option="--features", suffixes=[".parquet"])
     )
+    if out_path is not None:
+        check_holds_predictions(out_path)
     files = list_cli_images(paths)
     check_not_overwriting_inputs(
         (path for path, _ in files),

@@ -13,13 +13,14 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
 from finetune.files import atomic_replace, explain_disk_errors
 from finetune.formatting import escape_csv_formula, escape_to_one_line, format_probability
 from finetune.inference import PredictionRow
 
 __all__ = [
     "PredictionTable",
+    "check_holds_predictions",
     "format_predictions",
     "open_features_writer",
     "open_prediction_writer",
@@ -100,6 +101,22 @@ class PredictionTable(Sequence[PredictionRow]):
     def tolist(self) -> list[PredictionRow]:
         """Return all rows as dicts, for JSON."""
         return list(self)
+
+
+def check_holds_predictions(path: Path) -> None:
+    """Raise RecipeError if a file exists that is not empty and has no predictions."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = file.readline(10_000)
+    # as `open_prediction_writer` begins a file
+    is_csv = head.startswith(b"path,") and head.rstrip().endswith(b",error")
+    if head and not (is_csv or head.startswith(b'{"path": ')):
+        raise RecipeError(
+            f"--out: {escape_to_one_line(str(path))} exists, and has no predictions; choose "
+            "another file, or remove it",
+            code="recipe.conflict",
+        )
 
 
 @contextlib.contextmanager

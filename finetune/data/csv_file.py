@@ -32,6 +32,7 @@ from finetune.formatting import (
 from finetune.log import warn_once
 
 __all__ = [
+    "LABEL_FILE_NAMES",
     "MAX_FILE_BYTES",
     "ClassNames",
     "find_labels_file",
@@ -58,7 +59,7 @@ _IMAGE_COLUMN_NAMES = (
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
 _OTHER_SPLIT_NAMES = {"fold", "partition", "phase", "set", "subset"}  # are not read, but warned of
 _ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # tried for names without a suffix
-_LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
+LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
 MAX_FILE_BYTES = 2**28  # enough for millions of lines
 # pandas writes 0.0 and False
 _INDICATOR_VALUES = {"0": False, "1": True, "0.0": False, "1.0": True, "False": False, "True": True}
@@ -84,7 +85,7 @@ def find_labels_file(folder: Path) -> Path | None:
 
     The name `metadata.csv` comes from the ImageFolder loader of `datasets`.
     """
-    return next((folder / name for name in _LABEL_FILE_NAMES if (folder / name).is_file()), None)
+    return next((folder / name for name in LABEL_FILE_NAMES if (folder / name).is_file()), None)
 
 
 def find_training_table(folder: Path) -> Path | None:

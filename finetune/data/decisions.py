@@ -181,6 +181,9 @@ def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
     if action == "relabel" and not texts["label"]:
         message = "relabel needs the right label; fill the column 'label'"
         raise DataError(message, code="data.no_labels")
+    if action == "keep" and has_image and texts["label"] not in (None, texts["given"]):
+        message = f"keep leaves the label as it is; for {texts['label']!r}, write relabel"
+        raise DataError(message, code="data.wrong_format")
     return Decision(
         split=SPLIT_ALIASES[split] if split else None,
         index=int(index) if index else None,

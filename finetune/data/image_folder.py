@@ -11,6 +11,7 @@ import numpy as np
 
 from finetune.data.columns import ColumnNames
 from finetune.data.csv_file import (
+    LABEL_FILE_NAMES,
     ClassNames,
     find_labels_file,
     find_training_table,
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 
+# Files of the folders that commands write.
+_OUTPUT_FILES = ("run.json", "results.json", "probe.json", "compare.json", "tune.json")
 HEIF_SUFFIXES = (".heic", ".heif", ".hif")
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
@@ -191,6 +194,16 @@ def open_image_folder(source: str, path: str, *, multilabel: bool) -> Source:
     class_folders = {
         subfolder.name for folder in folders.values() for subfolder in _subfolders(folder)
     }
+    if class_folders and all(name.lower() in SPLIT_ALIASES for name in class_folders):
+        (first, *_) = folders.values()
+        raise DataError(
+            f"{source}: the classes would be {', '.join(sorted(class_folders))}, so the splits are "
+            f"one folder deeper; did you mean '{printable_path(first)}'?",
+            code="data.wrong_format",
+        )
+    for folder in folders.values():
+        for subfolder in _subfolders(folder):
+            _check_is_no_output(subfolder, source)
     csv_files = {split: find_labels_file(folder) for split, folder in folders.items()}
     if any(csv_files.values()) and (multilabel or len(class_folders) < 2):
         return _open_folder_with_csv(source, root, folders, csv_files, multilabel=multilabel)
@@ -265,6 +278,13 @@ def _open_folder_with_csv(
     columns: dict[str, tuple[str, ...]] = {}
     no_columns = ColumnNames()  # data.image_column and others need csv:
     for split, table in csv_files.items():
+        tables = [name for name in LABEL_FILE_NAMES if (folders[split] / name).is_file()]
+        if len(tables) > 1:
+            raise DataError(
+                f"{source}: {' and '.join(tables)} in {printable_path(folders[split])}; both "
+                "would give the labels, so remove or rename one",
+                code="data.ambiguous",
+            )
         if table is None:
             raise DataError(
                 f"{source}: no metadata.csv or labels.csv in {printable_path(folders[split])}, but "
@@ -288,7 +308,27 @@ def _open_folder_with_csv(
                 code="data.split_mismatch",
             )
     names = " and ".join(sorted({table.name for table in csv_files.values() if table}))
+    _warn_of_unlisted_images(source, root, folders.values(), images_by_split, names)
     return source_from_files(source, root, images_by_split, f"images of {names}", columns[first])
+
+
+def _warn_of_unlisted_images(
+    source: str,
+    root: Path,
+    folders: Iterable[Path],
+    images_by_split: Mapping[str, Sequence[tuple[str, ClassNames]]],
+    tables: str,
+) -> None:
+    """Warn about images in the folders that the tables do not list."""
+    start = f"{root}{os.sep}"
+    listed = {path for files in images_by_split.values() for path, _ in files}
+    found = (file.removeprefix(start) for each in folders for file in walk_images(each, Counter()))
+    if unlisted := sorted(file for file in found if file not in listed):
+        warn_once(
+            f"{source}: {tables} gives the labels; "
+            f"{pluralize(len(unlisted), 'image is', 'images are')} not listed there and left out: "
+            f"{', '.join(map(printable_path, unlisted[:3]))}"
+        )
 
 
 def source_from_files(
@@ -354,6 +394,19 @@ def _subfolders(folder: Path) -> list[Path]:
     """List subfolders, sorted by name, without hidden ones and `__MACOSX` of Mac archives."""
     visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != "__MACOSX"]
     return sorted(p for p in visible if p.is_dir())
+
+
+def _check_is_no_output(folder: Path, source: str) -> None:
+    """Raise DataError if a command has written its files, which include images, into a folder."""
+    runs = sorted(folder.iterdir()) if folder.name == "runs" else []
+    for each in (folder, *runs):
+        for name in _OUTPUT_FILES:
+            if (each / name).is_file():
+                raise DataError(
+                    f"{source}: {printable_path(each)} has the results of a command ({name}), not "
+                    "the images of a class; move it to another folder",
+                    code="data.wrong_format",
+                )
 
 
 def _find_split_folders(root: Path, source: str) -> dict[str, Path]:

@@ -124,7 +124,7 @@ def _encode_by_sorted_value(
 
 
 def check_distinct_class_names(names: Iterable[str], location: str) -> None:
-    """Reject class names that differ only in case, Unicode form or surrounding spaces.
+    """Reject class names that differ only in case, Unicode form, spaces or invisible characters.
 
     Such names usually mean the same class, and some file systems merge them.
 
@@ -135,10 +135,11 @@ def check_distinct_class_names(names: Iterable[str], location: str) -> None:
     """
     seen: dict[str, str] = {}
     for name in names:
-        key = unicodedata.normalize("NFC", name).casefold().strip()
+        visible = "".join(char for char in name if unicodedata.category(char) != "Cf")
+        key = unicodedata.normalize("NFC", visible).casefold().strip()
         if seen.setdefault(key, name) != name:
             raise DataError(
                 f"{location}: the classes {seen[key]!r} and {name!r} differ only in case, Unicode "
-                "form or spaces; rename or merge them",
+                "form, spaces or invisible characters; rename or merge them",
                 code="data.duplicate_class",
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,9 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     _check_search_space(document)
     recipe = validate_document(document, Recipe)
     check_source_url(recipe.data.source)  # before anything logs or stores it
-    if holds_secret(f"{recipe.to_yaml()}{recipe.tune}"):
+    # YAML folds and quotes some strings, so that a secret in them differs
+    values = "\n\n".join(_find_strings(recipe.model_dump(mode="json")))
+    if holds_secret(f"{recipe.to_yaml()}{recipe.tune}\n\n{values}"):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "
             "would publish; remove it from the recipe, revoke it and create a new one (the Hub "
@@ -91,6 +93,15 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
             code="recipe.holds_secret",
         )
     return recipe
+
+
+def _find_strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a structure of dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _find_strings(each)
 
 
 def _check_search_space(document: recipe_yaml.YamlDocument) -> None:

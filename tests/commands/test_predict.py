@@ -448,10 +448,11 @@ def test_failed_prediction_keeps_the_old_files(model: Path, photos: Path, tmp_pa
         {k: torch.full_like(v, 3e38) for k, v in tensors.items()}, broken / "model.safetensors"
     )
     for name in ("rows.csv", "sheet.png"):
-        (tmp_path / name).write_text("old")
+        (tmp_path / name).write_text("path,error\n")
     with pytest.raises(WeightsError, match="not finite"):
         predict(str(broken), [str(photos)], out=tmp_path / "rows.csv", sheet=tmp_path / "sheet.png")
-    assert (tmp_path / "rows.csv").read_text() == (tmp_path / "sheet.png").read_text() == "old"
+    for name in ("rows.csv", "sheet.png"):
+        assert (tmp_path / name).read_text() == "path,error\n"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -537,6 +538,19 @@ def test_invalid_output_path_is_refused_before_loading_the_model(
 def test_counts_below_one_are_refused(model: Path, arguments: dict[str, Any]) -> None:
     with refused("recipe.wrong_value", next(iter(arguments)), "got 0"):
         Classifier.load(model, device="cpu").predict([], **arguments)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "metadata.jsonl"])
+def test_only_predictions_are_overwritten(model: Path, tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / "photo.png")
+    labels = {"labels.csv": "path,label\nphoto.png,a\n", "metadata.jsonl": '{"file_name": "a"}\n'}
+    (tmp_path / name).write_text(labels[name])
+    with refused("recipe.conflict", name):
+        predict(str(model), [str(tmp_path)], out=tmp_path / name)
+    assert (tmp_path / name).read_text() == labels[name]
+    (tmp_path / name).write_bytes(b"")
+    for _ in range(2):
+        predict(str(model), [str(tmp_path)], out=tmp_path / name)
 
 
 def test_warns_of_classes_with_the_same_name(

@@ -189,6 +189,28 @@ FOLDERS = {
     "classes that differ in a space": image_folder(
         "data.duplicate_class", "'a'", "a/1.png", "a /1.png"
     ),
+    "classes that differ in an invisible character": image_folder(
+        "data.duplicate_class", "'a'", "a/1.png", "a\u200b/1.png"
+    ),
+    "a run next to the classes": image_folder(
+        "data.wrong_format",
+        "/r has",
+        TRAIN_IMAGE_A,
+        TRAIN_IMAGE_B,
+        "train/r/1.png",
+        **{"train/r/run.json": b"{}"},
+    ),
+    "runs next to the classes": image_folder(
+        "data.wrong_format",
+        "/x has",
+        "a/1.png",
+        "b/1.png",
+        "runs/x/curves.png",
+        **{"runs/x/results.json": b"{}"},
+    ),
+    "splits one folder deeper": image_folder(
+        "data.wrong_format", "/train'?", "train/train/a/1.png", "train/test/a/1.png"
+    ),
     "a class that is only in test": image_folder(
         "data.split_mismatch", ": c", TRAIN_IMAGE_A, TRAIN_IMAGE_B, "test/c/1.png"
     ),

@@ -229,6 +229,24 @@ class TestCsvInAFolder:
         assert class_counts(opened) == {"train": [1, 1]}
         assert opened.description == f"images of {name}"
 
+    def test_two_files_are_refused(self, tmp_path: Path) -> None:
+        for name in ("metadata.csv", "labels.csv"):
+            write_csv(tmp_path, "file_name,label", "img/0.png,a", "img/1.png,b", name=name)
+        with refused("data.ambiguous", "metadata.csv and labels.csv"):
+            open_source(f"folder:{tmp_path}")
+
+    def test_images_that_it_does_not_list_are_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write_csv(
+            tmp_path, HEADER, *(f"img/{number}.png,{'ab'[number % 2]}" for number in range(6))
+        )
+        open_source(f"folder:{tmp_path}")
+        assert not caplog.messages
+        write_file(tmp_path / "img/new.png", random_png(1))
+        open_source(f"folder:{tmp_path}")
+        assert "1 image is not listed there and left out: img/new.png" in caplog.messages[0]
+
     def test_with_a_split_column(self, tmp_path: Path) -> None:
         lines = [f"img/{n}.png,{'ab'[n % 2]},{'train' if n < 4 else 'test'}" for n in range(6)]
         write_csv(tmp_path, "path,label,split", *lines)

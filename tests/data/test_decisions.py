@@ -170,6 +170,7 @@ def test_reads_a_file_that_a_spreadsheet_has_saved(tmp_path: Path) -> None:
         ("action,split,index,path\ndrop,train,1,train/cat/0.png", "data.not_found", "number 1"),
         ("action,path\ndrop,train/cat/0.png\nkeep,train/cat/0.png", "data.ambiguous", "line 2"),
         ("action,path\nrelabel,train/cat/0.png", "data.no_labels", "label"),
+        ("action,path,given,label\nkeep,train/cat/0.png,cat,dog", "data.wrong_format", "relabel"),
         ("action,path,label\nrelabel,train/cat/0.png,dgo", "data.wrong_labels", "'dog'"),
         ("action,path,label\nrelabel,test/cat/0.png,bird", "data.wrong_labels", "bird"),
         ("action,path,given\ndrop,train/cat/0.png,dog", "data.changed", "cat"),

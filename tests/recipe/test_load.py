@@ -43,6 +43,14 @@ class TestLoading:
             parse_recipe(BASE_RECIPE, overrides=["run.note=canary0wandb0key0f00d"])
         assert "canary" not in str(caught.value)
 
+    @pytest.mark.parametrize("secret", ["it's: a secret", "first line\nsecond line"])
+    def test_a_secret_that_yaml_quotes_or_folds_is_refused(
+        self, secret: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SOME_PASSWORD", secret)
+        with refused("recipe.holds_secret", "recipe"):
+            parse_recipe(BASE_RECIPE, overrides=[f"run.note={json.dumps(secret)}"])
+
     def test_recipe_is_frozen(self) -> None:
         recipe = parse_recipe(BASE_RECIPE)
         with pytest.raises(ValidationError, match="frozen"):

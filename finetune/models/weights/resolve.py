@@ -301,6 +301,13 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
             f"or set model.args.architecture, for example vit_base_patch16_224",
             code="weights.no_config",
         )
+    if checksums and path.name not in checksums:
+        raise WeightsError(
+            f"{source}: the config.json next to it is of other weights (it has no sha256 of "
+            f"{path.name}); move the file to a folder of its own, with its own config.json, or set "
+            "model.args.architecture",
+            code="weights.wrong_config",
+        )
     return _add_tensors(path, weights, checksums=checksums) if pretrained else weights
 
 

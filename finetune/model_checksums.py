@@ -31,6 +31,7 @@ __all__ = [
     "verify_card_results",
     "verify_checksum",
     "verify_model_folder",
+    "with_checksums",
 ]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -62,9 +63,18 @@ def add_checksums(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         config: the content; an old entry `checksums` is replaced.
         folder: the folder with the weights and, if there is one, the adapter.
     """
-    content = json.loads(json.dumps(config))  # as a reader gets it, for example with lists
     files = _hash_files(folder, (*_CHECKED_FILES, *DESCRIPTION_FILES))
-    files |= _checksums_of_cards(config.get("checksums", {}))
+    return with_checksums(config, files | _checksums_of_cards(config.get("checksums", {})))
+
+
+def with_checksums(config: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of config.json with the checksums of itself and of files.
+
+    Args:
+        config: the content; an old entry `checksums` is replaced.
+        files: result of `read_checksums`.
+    """
+    content = json.loads(json.dumps(config))  # as a reader gets it, for example with lists
     return {**config, "checksums": {**files, "config.json": _config_sha256(content, files)}}
 
 
@@ -83,7 +93,7 @@ def add_description_checksums(folder: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     files = {name: sha256 for name, sha256 in stored.items() if name not in DESCRIPTION_FILES}
     files |= {**_hash_files(folder, DESCRIPTION_FILES), **_hash_card_results(folder)}
-    config["checksums"] = {**files, "config.json": _config_sha256(config, files)}
+    config = with_checksums(config, files)
     # not written in place: the file may be a hard link of the one that is replaced
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

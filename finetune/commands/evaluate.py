@@ -28,6 +28,7 @@ from finetune.errors import (
     FinetuneError,
     RecipeError,
     SetupError,
+    WeightsError,
     did_you_mean,
     redact_urls,
 )
@@ -46,7 +47,7 @@ from finetune.formatting import (
 )
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.model_checksums import add_checksums, verify_model_folder
+from finetune.model_checksums import read_checksums, verify_model_folder, with_checksums
 from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
@@ -136,8 +137,8 @@ def evaluate_model(
         )
     config = _find_model_config(model) if fit_temperature else None
     if config is not None:
-        # `add_checksums` hashes all files again, which would hide a damaged adapter
         verify_model_folder(config.parent, source=model)
+        checksums = read_checksums(config.parent, source=model)
     if out is not None:
         if any((Path(out) / name).exists() for name in ("run.json", "config.json")):
             raise SetupError(
@@ -202,7 +203,12 @@ def evaluate_model(
                 "others; fit it on images that it was not trained on: --split val"
             )
     if config is not None and accelerator.is_main_process:
-        _write_calibration(config, result["temperature"], validation_scores, split)
+        if read_checksums(config.parent, source=model) != checksums:
+            raise WeightsError(
+                f"{model}: has changed while it was evaluated; fit the temperature again",
+                code="weights.damaged",
+            )
+        _write_calibration(config, checksums, result["temperature"], validation_scores, split)
     if corruptions:
         store = (
             loader.store
@@ -701,12 +707,21 @@ def _find_model_config(model: str) -> Path:
 
 
 def _write_calibration(
-    path: Path, temperature: float, validation_scores: Mapping[str, Any] | None, split: str
+    path: Path,
+    checksums: Mapping[str, str],
+    temperature: float,
+    validation_scores: Mapping[str, Any] | None,
+    split: str,
 ) -> None:
-    """Write the temperature, its split, and the scores of the images into config.json."""
+    """Write the temperature, its split, and the scores of the images into config.json.
+
+    Args:
+        path: config.json.
+        checksums: those of the other files, see `read_checksums`; empty for none.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = {"temperature": temperature, "split": split}
     config["validation_scores"] = validation_scores
-    if "checksums" in config:
-        config = add_checksums(config, path.parent)
+    if checksums:
+        config = with_checksums(config, checksums)
     write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

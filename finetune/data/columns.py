@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from finetune.errors import DataError, did_you_mean
+from finetune.log import warn_once
 
 __all__ = [
     "ColumnNames",
@@ -156,6 +157,11 @@ def _find_column(
                 "in case; set the key to one of them",
                 code="data.ambiguous",
             )
+    if recipe_key == "label_column" and (others := sorted({*candidates[1:]} - {first})):
+        warn_once(
+            f"the column {first!r} gives the labels, not {' or '.join(map(repr, others))}; "
+            f"set data.label_column={first} if this is right"
+        )
     return first
 
 

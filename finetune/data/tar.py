@@ -220,6 +220,7 @@ def _find_local_shards(path: str, name: str) -> list[Path]:
     if root.is_dir():
         found = [file for end in ("*.tar", "*/*.tar") for file in sorted(root.glob(end))]
         compressed = sorted(file for end in ("*.tar.*", "*.tgz") for file in root.glob(end))
+        _warn_of_missing_numbers(path, found)
         return found or compressed  # the reader rejects these with an explanation
     if root.exists():
         return [root]
@@ -228,7 +229,23 @@ def _find_local_shards(path: str, name: str) -> list[Path]:
         raise DataError(
             f"tar:{path}: no such shard {name!r}; check the name", code="data.not_found"
         )
+    _warn_of_missing_numbers(path, found)
     return found
+
+
+def _warn_of_missing_numbers(path: str, files: Iterable[Path]) -> None:
+    """Warn if numbered files such as train-000.tar and train-002.tar leave out a number."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if match := re.fullmatch(r"(.*?)(\d+)", str(file.with_suffix(""))):
+            numbers.setdefault((match[1], len(match[2])), set()).add(int(match[2]))
+    for (start, width), found in numbers.items():
+        missing = sorted({*range(min(found), max(found))} - found)
+        if missing and len(missing) < len(found):
+            warn_once(
+                f"tar:{path}: {pluralize(len(missing), 'number is', 'numbers are')} missing, for "
+                f"example {printable_path(start)}{missing[0]:0{width}}.tar"
+            )
 
 
 def _open_remote_shards(path: str, names: list[str]) -> list[ShardFile]:

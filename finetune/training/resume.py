@@ -80,6 +80,13 @@ def start_or_resume(
     is_branch = source is not run
     if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
+        recorded = record.get("training_keys")
+        changes = changed_training_keys(recorded, setup.recipe) if recorded and resume else {}
+        for key, values in changes.items():
+            logger.warning(
+                f"{run.path}: {key} has changed since the run started ({values}); it had no "
+                "checkpoint, so it starts again with the new value"
+            )
         record = _new_id()
         record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:

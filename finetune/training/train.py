@@ -125,6 +125,11 @@ def train(
                 pause=None,
             )
             init_from = None if dry_run else folder
+    elif not dry_run and resume and stage_folder(out, 1).exists():
+        logger.warning(
+            f"{out}: a stage of this run was trained, but the recipe has no optim.stages now; its "
+            "weights are not used"
+        )
     return _train(
         recipe,
         out,

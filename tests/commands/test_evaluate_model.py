@@ -36,6 +36,7 @@ from finetune.data.open_source import open_source
 from finetune.errors import SetupError
 from finetune.evaluation.validation_scores import ValidationScores
 from finetune.inference import Classifier
+from finetune.model_checksums import with_checksums
 from finetune.models.build import build_model
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.training.train import train
@@ -206,6 +207,29 @@ def test_without_class_names_the_number_of_classes_must_match(finished_run, tmp_
     three = write_digit_folders(tmp_path / "three", [0, 1, 2], name=str)
     with refused("data.wrong_classes", "3 classes", 10):
         evaluate_model(str(nameless), data=f"folder:{three}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_model_that_changes_while_a_temperature_is_fitted_is_refused(
+    finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = shutil.copytree(finished_run[0] / "model", tmp_path / "model")
+    measure = evaluate.Evaluator.evaluate
+
+    def change_file(*arguments: Any, **options: Any) -> Any:
+        if name == "config.json":
+            config = json.loads((folder / name).read_text())
+            (folder / name).write_text(
+                json.dumps(with_checksums(config, {"model.safetensors": "0" * 64}))
+            )
+        else:
+            (folder / name).write_bytes((folder / name).read_bytes()[:-1] + b"?")
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(evaluate.Evaluator, "evaluate", change_file)
+    with refused("weights.damaged", folder):
+        evaluate_model(str(folder), data="embedded:digits", split="test", fit_temperature=True)
+        evaluate_model(str(folder), data="embedded:digits")  # the old checksum of the weights
 
 
 def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path, capsys) -> None:

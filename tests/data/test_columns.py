@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from small_datasets import class_counts, write_parquet
+from small_datasets import class_counts, random_png, write_file, write_parquet
 
 from finetune.data.open_source import open_source
 
@@ -22,6 +22,18 @@ def test_columns_are_detected_or_configured(tmp_path: Path) -> None:
     write_parquet(path, [0, 1], image="photo", label="kind")
     configured = open_source(f"parquet:{path}", image_column="photo", label_column="kind")
     assert class_counts(configured) == {"train": [1, 1]}
+
+
+def test_a_second_label_column_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("x.png", "y.png"):
+        write_file(tmp_path / name, random_png(1))
+    path = tmp_path / "table.csv"
+    write_file(path, b"path,class,label\nx.png,0,a\ny.png,1,b\n")
+    open_source(f"csv:{path}")
+    assert "the column 'label' gives the labels, not 'class'" in caplog.messages[0]
+    caplog.clear()
+    open_source(f"csv:{path}", label_column="label")
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

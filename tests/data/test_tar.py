@@ -82,6 +82,19 @@ def test_opens_shards_by_folder_glob_and_braces(
     assert streaming or train.name_of(7) == "set-train-0001.tar 00007.png"
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.tar"])
+def test_warns_of_a_missing_number(
+    tmp_path: Path, pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tar_shards(tmp_path / "d")
+    open_source(f"tar:{folder}{pattern}")
+    assert not caplog.messages
+    (Path(folder) / "set-train-0001.tar").unlink()
+    open_source(f"tar:{folder}{pattern}")
+    assert "1 number is missing, for example" in caplog.messages[0]
+    assert "set-train-0001.tar" in caplog.messages[0]
+
+
 def test_expands_braces() -> None:
     for pattern, names in (
         ("a{08..10}.tar", ["a08.tar", "a09.tar", "a10.tar"]),

@@ -64,6 +64,18 @@ def test_run_without_checkpoint_restarts_and_one_with_needs_resume(run: RunDir) 
     assert start(run, make_setup("optim.lr=2e-3"), resume=True) == 2
 
 
+def test_a_run_without_checkpoint_says_what_has_changed(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for resume in (False, True):
+        start(run, make_setup())
+        caplog.clear()
+        assert start(run, make_setup("optim.lr=2e-3"), resume=resume) == 0
+        assert [line.partition(" (")[0] for line in caplog.messages] == [
+            f"{run.path}: optim.lr has changed since the run started"
+        ] * resume
+
+
 def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> None:
     start(run, make_setup())
     save(run, 2)

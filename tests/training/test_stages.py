@@ -143,6 +143,14 @@ def test_killed_run_resumes_bit_exactly(tmp_path: Path, step: int, overrides: li
     assert read_train_losses(first[0]) == read_train_losses(first[1])
 
 
+def test_a_stage_that_the_recipe_no_longer_has_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_until_killed(5, make_recipe(), tmp_path / "run")
+    train(make_recipe("optim.stages=[]"), tmp_path / "run", resume=True)
+    assert "a stage of this run was trained, but the recipe has no optim.stages" in caplog.text
+
+
 def test_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     train(make_recipe(), tmp_path / "one")

@@ -110,7 +110,7 @@ class ForkedUpload:
 
 @pytest.fixture
 def upload_in_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the upload process from this one; test_hub_clients.py starts it as it is."""
+    """Fork the upload process from this one; real ranks start it as it is."""
     started = SimpleNamespace(Popen=ForkedUpload, PIPE=push_module.subprocess.PIPE)
     monkeypatch.setattr(push_module, "subprocess", started)
 

@@ -158,6 +158,7 @@ def test_regret_of_searches(tune_regret: Callable[..., list[list[str]]], tmp_pat
     }
 
 
+@pytest.mark.faults
 def test_recording_for_the_regret(
     tune_regret: Callable[..., list[list[str]]], tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def test_figures(
     assert not list((tmp_path / "tmp").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # the small sibling is test_both_decode_every_image_in_every_round
 def test_workers_are_compared_with_decoding(recipe: str) -> None:
     overrides = [*SMALL, "data.keep=none", "data.workers=1"]
     found = bench(recipe, overrides, steps=1, repeats=1, decode=True)

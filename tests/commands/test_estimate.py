@@ -126,10 +126,10 @@ def test_frozen_backbone_is_estimated_with_cached_features(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("data.keep=none", "data.workers=1"),
+        pytest.param(("data.keep=none", "data.workers=1"), marks=pytest.mark.faults),
         ("data.train=resize | mixup(0.8)", "data.batch_size=6"),
-        ("data.sampling=class_balanced",),
-        ("data.val_fraction=0", "optim.class_weights=balanced"),
+        ("data.sampling=class_balanced", "data.num_train=120"),
+        ("data.val_fraction=0", "optim.class_weights=balanced", "data.num_train=120"),
     ],
 )
 def test_other_recipes(overrides: tuple[str, ...], recipe: str, estimate_briefly: None) -> None:

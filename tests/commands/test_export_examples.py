@@ -15,6 +15,8 @@ from PIL import Image
 from finetune.commands.export import export_model
 from finetune.inference import Classifier
 
+# each compiles its program or runtime, seconds; test_export_certificate.py runs the Python example
+pytestmark = pytest.mark.faults
 NANO = "embedded:vit_nano"
 DOCUMENT = (Path(__file__).parents[2] / "docs/export.md").read_text("utf-8")
 
@@ -59,7 +61,7 @@ def test_node_example(folder: Path) -> None:
     require_ort_web()
     (folder / "classify.mjs").write_text(code_block("js"), encoding="utf-8")
     (folder / "node_modules").symlink_to(NODE_MODULES)
-    # each start compiles the runtime, seconds; the C++ example reads the other two
+    # the C++ example reads the other two
     check_answers(["node", "classify.mjs"], folder, "transparent.png", "turned.jpg")
 
 

@@ -99,7 +99,8 @@ def test_eval_gives_the_figures_of_the_run(
     assert f"{actual['examples']} images" in format_evaluation(actual)
 
 
-@pytest.mark.parametrize("preprocessing", [True, False])
+# with preprocessing, the network is traced again with the other temperature
+@pytest.mark.parametrize("preprocessing", [pytest.param(True, marks=pytest.mark.faults), False])
 def test_a_temperature_that_was_fitted_on_the_same_split_is_said(
     preprocessing: bool, exports: Callable[..., Path], tmp_path: Path, capsys
 ) -> None:

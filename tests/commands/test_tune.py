@@ -21,7 +21,13 @@ from refusals import refused
 from small_datasets import write_image_folder
 
 from finetune.cli import main as cli
-from finetune.commands import portfolio, search_space, tune, weight_selection
+from finetune.commands import (
+    portfolio,
+    search_space,
+    successive_halving,
+    tune,
+    weight_selection,
+)
 from finetune.commands import start as start_module
 from finetune.commands.portfolio import Member, build_trials
 from finetune.commands.search_space import draw_trials
@@ -597,6 +603,7 @@ class TestRuns:
             return evaluator(loader, *args, **kwargs)
 
         monkeypatch.setattr(finalize, "Evaluator", count)
+        monkeypatch.setattr(successive_halving, "_SMALL_TRAIN_IMAGES", 0)  # no further splits
         out = tmp_path / "run"
         arguments = ["train", str(photos), *SHORT, "--out", str(out), "--minutes", "30"]
         assert cli.main(arguments) == 0

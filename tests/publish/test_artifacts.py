@@ -98,7 +98,7 @@ def test_results_in_a_card_cannot_be_edited_before_a_push(runs: Path, tmp_path: 
     verify_card_results(folder, source="pushed")
 
 
-def test_rewrite_adds_other_seeds_and_the_repository_name(runs: Path) -> None:
+def test_rewrite_adds_other_seeds_and_the_repository_name(undrawn: None, runs: Path) -> None:
     model = runs / "a" / "model"
     weights = file_sha256(model / "model.safetensors")
     rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
@@ -222,7 +222,7 @@ def test_published_mistakes_have_no_absolute_paths(
 
 
 def test_published_files_contain_no_local_paths_or_tokens(
-    tmp_path: Path, image_folder: Path, monkeypatch
+    undrawn: None, tmp_path: Path, image_folder: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary_token_that_must_not_be_seen")
     first_run = tmp_path / "first"

@@ -24,7 +24,8 @@ from finetune import Classifier, load_recipe, train
 from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.publish.push import push
 
-pytestmark = pytest.mark.slow
+# test_train_and_push.py runs the code of a card, tests/models/test_save.py compares the logits
+pytestmark = pytest.mark.faults
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "hf_writewritewrite"

@@ -150,7 +150,9 @@ def test_repositories_match_the_timm_registry(hub: HubServer, depth: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tag", CLASSES)
+@pytest.mark.parametrize(
+    "tag", ["orig_in21k", pytest.param("augreg_in21k", marks=pytest.mark.faults)]
+)
 def test_timm_and_hub_names_load_the_same_weights_and_head(
     hub: HubServer, depth: int, large_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:

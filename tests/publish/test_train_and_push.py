@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_clients import run_card_code
 from hub_fixtures import READ_TOKEN, hub, send_signals_after, sleep_durations, upload_in_fork
 from hub_server import HubServer, point_clients_at
+from PIL import Image
 from ranks import run_rank_command_on_hub, run_two_ranks
 from recipe_texts import tiny_recipe_text
 
@@ -41,7 +43,7 @@ def read_run_record(run: Path) -> dict[str, Any]:
 
 
 def test_train_pushes_the_model_folder_in_one_commit(
-    hub: HubServer, recipe: Path, tmp_path: Path, capsys
+    hub: HubServer, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     out = tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(out)]) == 0
@@ -58,6 +60,10 @@ def test_train_pushes_the_model_folder_in_one_commit(
     assert cli.main(["push", str(out), "alice/digits"]) == 0  # nothing has changed
     assert hub.commits("alice/digits") == [commit, *earlier]
     assert "no new commit" in capsys.readouterr().out
+    Image.new("RGB", (30, 20)).save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    for library in ("timm", "transformers"):
+        run_card_code(library, "alice/digits")
 
 
 def test_missing_rights_fail_before_training(

@@ -101,6 +101,7 @@ def imported(tree: ast.AST, *, at_run_time: bool = False) -> set[str]:
     return found
 
 
+@cache
 def own_imports(module: str) -> set[str]:
     """The modules of the package that a module imports, anywhere in its text."""
     found = set()
@@ -119,6 +120,7 @@ def package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+@cache
 def arrows() -> set[tuple[str, str]]:
     """Which package imports which; the public names (finetune/__init__.py) import what they are."""
     found = set()

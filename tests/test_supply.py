@@ -67,9 +67,11 @@ def unsafe_constructs(text: str, *, python: bool) -> list[str]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
         if name in RUNS_CODE:
             found.append(name)
+        if not name.endswith("load"):
+            continue
+        keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
         if name.endswith("torch.load") and keywords.get("weights_only") != "True":
             found.append(name)
         if name in ("np.load", "numpy.load") and keywords.get("allow_pickle") != "False":

@@ -19,7 +19,7 @@ from finetune.training.train import train
 
 OVERRIDES = (
     *("data.batch_size=24", "data.micro_batch=12", "data.num_train=120", "run.test=false"),
-    *("optim.ema_decay=0.9", "run.eval_every=5", "model.args.depth=1"),
+    *("optim.ema_decay=0.9", "run.eval_every=5", "model.args.depth=1", "data.train=resize"),
 )
 
 

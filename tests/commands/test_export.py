@@ -288,17 +288,16 @@ def test_another_image_size_ignores_the_runs_eval_transform(
         ("v1.2", "v1.2/vit_nano.onnx"),
     ],
 )
-def test_out_may_be_a_file_or_a_folder(
-    out: str | None,
-    expected: str,
-    fake_export: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert export_model(NANO, preprocessing=False, out=out)["file"] == expected
-    assert Path(expected).is_file()
-    assert Path(f"{expected}.json").is_file()
+def test_out_may_be_a_file_or_a_folder(out: str | None, expected: str) -> None:
+    path = export_module.resolve_output_path(NANO, "onnx", out, preprocessing=False)
+    assert path == Path(expected)
+
+
+def test_missing_folders_are_created(fake_export: None, tmp_path: Path) -> None:
+    file = tmp_path / "new/x.onnx"
+    assert export_model(NANO, preprocessing=False, out=str(file))["file"] == str(file)
+    assert file.is_file()
+    assert Path(f"{file}.json").is_file()
 
 
 @pytest.mark.parametrize(

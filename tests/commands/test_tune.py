@@ -582,6 +582,7 @@ def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in (start_module, weight_selection):
         monkeypatch.setattr(module, "measure_seconds_per_image", lambda setup, train: 1e-4)
+    monkeypatch.setattr(start_module, "_HEAD_EPOCHS", 2)
     monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: "they suffice")
     monkeypatch.setattr(
         start_module, "compare_frozen_and_full", lambda *_, **__: (False, "a trial")

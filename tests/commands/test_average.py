@@ -36,14 +36,14 @@ __all__ = ["hub", "sleep_durations", "upload_in_fork"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
-DATA = "train: resize, eval: resize, batch_size: 32, num_train: 400, num_test: 100, split_seed: 0"
+DATA = "train: resize, eval: resize, batch_size: 32, num_train: 200, num_test: 100, split_seed: 0"
 
 
 def finetune_recipe(base: Path, *overrides: str) -> Recipe:
     text = f"""
 model: {{name: {base}, head_init: zeros}}
 data: {{source: "embedded:digits", {DATA}}}
-optim: {{lr: 3e-3, steps: 15}}
+optim: {{lr: 3e-3, steps: 6}}
 run: {{precision: fp32, threads: 1}}
 """
     return parse_recipe(text, overrides=overrides)
@@ -53,7 +53,7 @@ run: {{precision: fp32, threads: 1}}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run `first`, and `a`, `b`, `c` and `kept` fine-tuned from its model."""
     folder = tmp_path_factory.mktemp("runs")
-    text = tiny_recipe_text(DATA, optim="lr: 5e-3, steps: 80", width=48)
+    text = tiny_recipe_text(DATA, optim="lr: 1e-2, steps: 30")
     train(parse_recipe(text), folder / "first")
     base = folder / "first" / "model"
     for name, overrides in {

@@ -31,6 +31,9 @@ KEYS = {
 }
 
 
+SMALL = ("data.num_train=400", "data.num_test=170")
+
+
 def train_run(out: Path, *overrides: str, data: str = "eval: resize") -> dict[str, Any]:
     text = tiny_recipe_text(data, optim="lr: 3e-3, steps: 12")
     return train(parse_recipe(text, overrides=overrides), out)
@@ -41,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two runs of one recipe with different seeds, on digits."""
     top = tmp_path_factory.mktemp("compare")
     for seed in (0, 1):
-        train_run(top / f"s{seed}", f"run.seed={seed}", "data.split_seed=0")
+        train_run(top / f"s{seed}", f"run.seed={seed}", "data.split_seed=0", *SMALL)
     return str(top / "s0"), str(top / "s1")
 
 
@@ -85,7 +88,7 @@ class TestResult:
         }
 
     def test_costs(self, runs: tuple[str, str], tmp_path: Path) -> None:
-        train_run(tmp_path / "wide", "model.image_size=24")
+        train_run(tmp_path / "wide", "model.image_size=24", *SMALL)
         result = compare(runs[0], tmp_path / "wide")
         small, large = result["a"], result["b"]
         assert (small["image_size"], large["image_size"]) == ([16, 16], [24, 24])
@@ -101,7 +104,7 @@ class TestResult:
 
     def test_run_on_cached_features(self, runs: tuple[str, str], tmp_path: Path) -> None:
         """A run whose backbone is frozen reads features; the other one reads images."""
-        train_run(tmp_path / "frozen", "model.freeze=backbone", "data.train=resize")
+        train_run(tmp_path / "frozen", "model.freeze=backbone", "data.train=resize", *SMALL)
         result = compare(runs[0], tmp_path / "frozen")
         expected = evaluate_model(str(tmp_path / "frozen"))["top1"]
         assert result["top1"]["b"] == pytest.approx(expected)

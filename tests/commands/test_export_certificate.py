@@ -28,6 +28,7 @@ from finetune.models.build import build_model
 from finetune.models.save import save_model
 
 NANO = "embedded:vit_nano"
+METADATA = ("classes", "preprocessing", "license", "source", "versions")
 pytestmark = pytest.mark.usefixtures("equal_exports_run_once")
 
 
@@ -43,14 +44,16 @@ def probabilities(file: str, image: Image.Image) -> np.ndarray:
     """Run an exported file without this package."""
     pixels = np.asarray(image)[None]
     if file.endswith(".pt2"):
-        return load_program(file)(torch.from_numpy(pixels))[0].numpy()
+        return load_program(file)[0](torch.from_numpy(pixels))[0].numpy()
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     return session.run(["probabilities"], {"image": pixels})[0][0]
 
 
 @functools.cache
-def load_program(file: str) -> Any:
-    return torch.export.load(file).module()
+def load_program(file: str) -> tuple[Any, dict[str, str]]:
+    """Return the function of a file, and its metadata."""
+    files = dict.fromkeys(METADATA, "")
+    return torch.export.load(file, extra_files=files).module(), files
 
 
 @pytest.fixture(scope="module", params=["onnx", "torch"])
@@ -92,15 +95,14 @@ def test_files_and_certificate(exported: dict[str, Any]) -> None:
 
 
 def test_metadata_is_in_the_file(exported: dict[str, Any]) -> None:
-    keys = ("classes", "preprocessing", "license", "source", "versions")
     if exported["format"] == "torch":
-        files = dict.fromkeys(keys, "")
-        torch.export.load(exported["file"], extra_files=files)
+        files = load_program(exported["file"])[1]
     else:
         session = onnxruntime.InferenceSession(exported["file"])
         assert session.get_inputs()[0].shape == [1, "height", "width", 3]
         assert session.get_inputs()[0].type == "tensor(uint8)"
         files = session.get_modelmeta().custom_metadata_map
+    assert all(files[key] for key in METADATA)
     assert json.loads(files["classes"]) == Classifier.load(NANO).class_names
     assert json.loads(files["preprocessing"])["input_size"] == [3, 32, 32]
     assert json.loads(files["source"])["sha256"] == build_model(NANO).provenance["sha256"]
@@ -207,10 +209,10 @@ def test_documented_example_gives_predicts_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A photo with EXIF orientation, so that an example that ignores it fails."""
-    export_model(NANO, out=str(tmp_path))
     exif = Image.Exif()
     exif[0x0112] = 6
     gradient_image(300, 200).save(tmp_path / "photo.png", exif=exif)
+    export_model(NANO, out=str(tmp_path), images=[str(tmp_path / "photo.png")])
     text = (Path(__file__).parents[2] / "docs/export.md").read_text("utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["example.py", "photo.png"])

@@ -61,11 +61,12 @@ def exports(
     top = tmp_path_factory.mktemp("exported")
 
     def export(task: str, **options: Any) -> Path:
+        options = {"preprocessing": True, **options}
         run = top / task / "run"
         if not run.is_dir():
             train(parse_recipe(TASKS[task]), run)
         out = run.with_name("-".join(["out", *map(str, options.values())]))
-        suffix = "model.onnx" if options.get("preprocessing", True) else "run.onnx"
+        suffix = "model.onnx" if options["preprocessing"] else "run.onnx"
         return (
             out / suffix
             if out.is_dir()

@@ -85,8 +85,8 @@ CASES = {
     "paper_review/experiment_3": Case("augreg_in21k", 224, TWO_STEPS, 3e-4, (True, False)),
 }
 LAUNCHED = "cifar10/vit_b16_224"
-# these repeat the path of experiment 1; tests/models/test_resize_posemb.py resizes to 384 px
-LONG_RUN_ONLY = CASES.keys() - {"paper_review/experiment_1"}
+# the other weights have 21,843 classes; tests/models/test_resize_posemb.py resizes to 384 px
+LONG_RUN_ONLY = CASES.keys() - {LAUNCHED}
 
 
 def backbone_parameters(depth: int) -> int:
@@ -115,11 +115,9 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def hub(depth: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """The three repositories. Large files announce Xet, but clients work without it."""
+    """The data, and weights by `serve`. Large files announce Xet, but clients work without it."""
     with HubServer(xet=True) as hub:
         hub.add_user("alice", token=TOKEN)
-        for tag in CLASSES:
-            hub.add_repo(f"timm/{timm_name(tag)}", weight_repo_files(tag, depth=depth))
         data = cifar10_repo_files(tmp_path_factory.mktemp("cifar10"))
         hub.add_repo("uoft-cs/cifar10", data, kind="dataset")
         yield hub
@@ -133,31 +131,42 @@ def large_tmp_path(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.slow
-def test_repositories_match_the_timm_registry(hub: HubServer, depth: int) -> None:
-    for tag, classes in CLASSES.items():
-        registered = timm.get_pretrained_cfg(timm_name(tag))
-        assert registered.hf_hub_id == f"timm/{timm_name(tag)}"
-        assert registered.num_classes == classes
-        files = hub.files(registered.hf_hub_id)
-        config = json.loads(files["config.json"])["pretrained_cfg"]
-        for key in ("mean", "std", "input_size", "interpolation", "crop_pct", "classifier"):
-            value = getattr(registered, key)
-            assert config[key] == (list(value) if isinstance(value, tuple) else value), key
-        parameters = backbone_parameters(depth) + (WIDTH + 1) * classes
-        header_bytes = 50_000  # at most
-        assert 0 < len(files["model.safetensors"]) - 4 * parameters < header_bytes
+def serve(hub: HubServer, tag: str, depth: int) -> None:
+    """Add the repository of weights to the hub, once."""
+    if ("model", f"timm/{timm_name(tag)}") not in hub.store.repositories:
+        hub.add_repo(f"timm/{timm_name(tag)}", weight_repo_files(tag, depth=depth))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+TAGS = pytest.mark.parametrize(
     "tag", ["orig_in21k", pytest.param("augreg_in21k", marks=pytest.mark.faults)]
 )
+
+
+@pytest.mark.slow
+@TAGS
+def test_repositories_match_the_timm_registry(hub: HubServer, depth: int, tag: str) -> None:
+    serve(hub, tag, depth)
+    registered = timm.get_pretrained_cfg(timm_name(tag))
+    assert registered.hf_hub_id == f"timm/{timm_name(tag)}"
+    assert registered.num_classes == CLASSES[tag]
+    files = hub.files(registered.hf_hub_id)
+    config = json.loads(files["config.json"])["pretrained_cfg"]
+    for key in ("mean", "std", "input_size", "interpolation", "crop_pct", "classifier"):
+        value = getattr(registered, key)
+        assert config[key] == (list(value) if isinstance(value, tuple) else value), key
+    parameters = backbone_parameters(depth) + (WIDTH + 1) * CLASSES[tag]
+    header_bytes = 50_000  # at most
+    assert 0 < len(files["model.safetensors"]) - 4 * parameters < header_bytes
+
+
+@pytest.mark.slow
+@TAGS
 def test_timm_and_hub_names_load_the_same_weights_and_head(
     hub: HubServer, depth: int, large_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
     point_clients_at(hub, monkeypatch, large_tmp_path / "home")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    serve(hub, tag, depth)
     served = load(hub.files(f"timm/{timm_name(tag)}")["model.safetensors"])
     assert ("head.weight" in served) == bool(CLASSES[tag])
     for name in (timm_name(tag), f"hf-hub:timm/{timm_name(tag)}"):
@@ -178,6 +187,7 @@ def test_train_and_push_from_the_timm_name(
     hub: HubServer, depth: int, large_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     case, destination = CASES[recipe], f"alice/{Path(recipe).name}"
+    serve(hub, case.tag, depth)
     num_earlier_requests = len(hub.requests)
     overrides = [*SMALL, *case.shorter, f"run.push_to={destination}"]
     overrides += [f"model.args.depth={depth}"] * (depth < DEPTH)

@@ -31,7 +31,7 @@ KEYS = {
 }
 
 
-SMALL = ("data.num_train=400", "data.num_test=170")
+SMALL = ("data.num_test=170",)
 
 
 def train_run(out: Path, *overrides: str, data: str = "eval: resize") -> dict[str, Any]:

@@ -281,6 +281,21 @@ def no_plots() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace figures with empty ones where a test ignores them; plotting takes 1 s a page."""
+    from matplotlib.figure import Figure
+
+    for name in (
+        "plot_curves",
+        "plot_confusion_matrix",
+        "plot_reliability_diagram",
+        "plot_run_comparison",
+    ):
+        monkeypatch.setattr(f"finetune.report.plots.{name}", lambda *_, **__: Figure())
+    monkeypatch.setattr("finetune.report.page.to_svg", lambda *_, **__: "<svg></svg>")
+
+
 @pytest.fixture(scope="session")
 def exported_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int | None]:
     """Return `export_network` with a memory: an equal network is copied, not traced again.

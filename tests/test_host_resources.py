@@ -110,9 +110,7 @@ from finetune.cli.main import main
 host_resources.CGROUP_ROOT = Path({str(tmp_path)!r})
 os.sched_getaffinity = lambda process: set(range(8))
 main(["--version"])
-import torch
-assert torch.get_num_threads() == 1
-print(os.environ.get("GOMP_SPINCOUNT"))
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_NUM_THREADS"))
 """
     variables = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
     inherited = {name: value for name, value in os.environ.items() if name not in variables}
@@ -124,7 +122,7 @@ print(os.environ.get("GOMP_SPINCOUNT"))
         env=inherited,
         check=True,
     ).stdout
-    assert printed.splitlines()[-1] == "3000"
+    assert printed.splitlines()[-1] == "3000 1"  # neither is set once torch is loaded
 
 
 def test_a_program_that_has_loaded_torch_keeps_its_openmp_settings(

@@ -163,7 +163,7 @@ run: {precision: fp32, threads: 1, test: false}
         assert torch.equal(read_weights(tmp_path / "out")[key], tensor)
 
 
-def test_predict_export_and_push_accept_the_result(
+def test_predict_and_push_accept_the_result(
     runs: Path, tmp_path: Path, hub: HubServer, upload_in_fork: None
 ) -> None:
     out = str(tmp_path / "out")
@@ -171,8 +171,6 @@ def test_predict_export_and_push_accept_the_result(
     image = tmp_path / "image.png"
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(image)
     assert main(["predict", out, str(image)]) == 0
-    export = ["export", out, "--format", "torch", "--no-preprocessing"]
-    assert main([*export, "--out", str(tmp_path / "net.pt2")]) == 0
     assert main(["push", out, "alice/soup"]) == 0
     card = hub.files("alice/soup", "main")["README.md"].decode()
     assert "averaged weights (WiSE-FT: alpha 0.5, head as fine-tuned) of `a`" in card

@@ -444,10 +444,11 @@ def test_run_on_cached_features_is_evaluated_on_corrupted_images(tmp_path: Path)
 def test_flip_tta_averages_logits_also_after_training_on_features(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = ["model.freeze=backbone", "data.train=resize", "data.num_train=64", "optim.lr=0.3"]
+    overrides += SMALL
     train(parse_recipe(RECIPE, overrides=overrides), run)
     evaluated = evaluate_model(str(run), tta="flip")
     built = build_model(str(run))
-    source = open_source("embedded:digits").splits["test"]
+    source = open_data(load_recipe(run / "recipe.yaml").data, 0).splits["test"]
     pipeline = build_pipeline(built.preprocessing, "resize(18) | center_crop")
     pixels = torch.from_numpy(np.stack([source.decode(index) for index in range(len(source))]))
     images = pipeline(pixels.permute(0, 3, 1, 2))

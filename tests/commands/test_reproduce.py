@@ -301,7 +301,7 @@ def test_invalid_overrides_are_refused_before_training(
 
 @pytest.mark.slow
 def test_interrupted_plan_continues_where_it_stopped(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_figures: None, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     real_train: Callable[..., dict[str, Any]] = experiments.train

@@ -185,10 +185,11 @@ class TestChoice:
         "overrides",
         [
             ["model.freeze=backbone"],
-            ["model.freeze=none"],
-            ["model.freeze=3"],
             ["model.adapter.kind=lora"],
-            ["model.pretrained=false"],
+            *(
+                pytest.param([each], marks=pytest.mark.faults)
+                for each in ("model.freeze=none", "model.freeze=3", "model.pretrained=false")
+            ),
             ["data.val_fraction=0"],
         ],
     )

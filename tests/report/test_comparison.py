@@ -70,7 +70,7 @@ class TestGroupByRecipe:
         ],
     )
     def test_seeds_of_other_weights_or_images_are_another_group(
-        self, override: str, keys: dict[str, Any], num_groups: int, tmp_path: Path
+        self, no_figures: None, override: str, keys: dict[str, Any], num_groups: int, tmp_path: Path
     ) -> None:
         same = {
             "split_fingerprints": {"train": "a", "test": "a"},

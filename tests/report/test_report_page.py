@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from refusals import refused
 from report_runs import (
     HOSTILE_NAMES,
@@ -109,19 +108,6 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def full_page(full_run: Path) -> Page:
     """The page of a run that has every section."""
     return Page(full_run / "report.html")
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace figures with empty ones where a test ignores them; plotting takes 1 s a page."""
-    for name in (
-        "plot_curves",
-        "plot_confusion_matrix",
-        "plot_reliability_diagram",
-        "plot_run_comparison",
-    ):
-        monkeypatch.setattr(f"finetune.report.plots.{name}", lambda *_, **__: Figure())
-    monkeypatch.setattr("finetune.report.page.to_svg", lambda *_, **__: "<svg></svg>")
 
 
 class TestRunPage:

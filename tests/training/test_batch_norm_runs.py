@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from forked_runs import read_train_losses, read_weights, train_until_killed
+from forked_runs import read_train_losses, read_weights
 from networks import save_random_network
 from ranks import run_rank_command, run_two_ranks
 from refusals import refused
@@ -37,8 +37,8 @@ data:
   num_train: 160
   val_fraction: 0.2
   num_test: 64
-optim: {name: sgd, lr: 3e-3, steps: 10} # adamw would amplify rounding in gradients near zero
-run: {precision: fp32, log_every: 1, eval_every: 5, threads: 1}
+optim: {name: sgd, lr: 3e-3, steps: 6} # adamw would amplify rounding in gradients near zero
+run: {precision: fp32, log_every: 1, eval_every: 3, threads: 1}
 """
 SYNC = "model.sync_bn=true"
 
@@ -65,10 +65,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sync_bn_makes_two_ranks_match_one(one: Path, tmp_path: Path) -> None:
     """The ranks get 8 and 9 of the 17 images per step."""
     two = train_on_two_ranks(tmp_path, SYNC, "optim.ema_decay=0.9")
-    assert len(read_train_losses(one)) == 10
+    assert len(read_train_losses(one)) == 6
     assert read_train_losses(two) == pytest.approx(read_train_losses(one), abs=1e-5)
-    last = RunDir(two).checkpoint_folder(10)
-    trained = (RunDir(one).checkpoint_folder(10) / "model.safetensors", last / "model.safetensors")
+    last = RunDir(two).checkpoint_folder(6)
+    trained = (RunDir(one).checkpoint_folder(6) / "model.safetensors", last / "model.safetensors")
     expected, actual = (load_file(path) for path in trained)
     assert actual.keys() == expected.keys() == load_file(last / "ema.safetensors").keys()
     for key, tensor in expected.items():
@@ -103,17 +103,16 @@ def test_two_ranks_with_grad_checkpointing_and_sync_bn_match_without_checkpointi
         train_on_two_ranks(
             folder, SYNC, "data.micro_batch=3", f"model.grad_checkpointing={grad_checkpointing}"
         )
-    assert len(read_train_losses(plain / "two")) == 10
+    assert len(read_train_losses(plain / "two")) == 6
     assert read_train_losses(recomputed / "two") == pytest.approx(
         read_train_losses(plain / "two"), abs=1e-5
     )
 
 
-def test_sync_bn_changes_nothing_on_one_process(tmp_path: Path) -> None:
-    train(make_recipe("optim.steps=4"), tmp_path / "one")
-    train(make_recipe("optim.steps=4", SYNC), tmp_path / "same")
-    assert read_train_losses(tmp_path / "same") == read_train_losses(tmp_path / "one")
-    assert read_weights(tmp_path / "same") == read_weights(tmp_path / "one")
+def test_sync_bn_changes_nothing_on_one_process(one: Path, tmp_path: Path) -> None:
+    train(make_recipe(SYNC), tmp_path / "same")
+    assert read_train_losses(tmp_path / "same") == read_train_losses(one)
+    assert read_weights(tmp_path / "same") == read_weights(one)
 
 
 def test_grad_checkpointing_updates_running_stats_once_per_batch(tmp_path: Path) -> None:
@@ -141,25 +140,14 @@ def test_batch_of_one_image_is_refused(tmp_path: Path, key: str) -> None:
 
 
 def test_freeze_bn_keeps_pretrained_running_stats(tmp_path: Path) -> None:
-    """A channels-last run with frozen statistics also resumes bit-exactly."""
     name = save_random_network(tmp_path, "resnet")
     overrides = (f"model.name={name}", "model.pretrained=true", "model.freeze_bn=true")
-    overrides += (
-        "optim.name=adamw",
-        "optim.lr=1e-3",
-        "optim.steps=8",
-        "run.eval_every=4",
-        "run.save_every=2",
-    )
-    train(make_recipe(*overrides), tmp_path / "whole")
+    overrides += ("optim.name=adamw", "optim.lr=1e-3", "optim.steps=4", "run.test=false")
+    train(make_recipe(*overrides), tmp_path / "run")
     before = load_file(Path(name) / "model.safetensors")
-    after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     unchanged = {key for key, tensor in before.items() if torch.equal(tensor, after[key])}
     assert unchanged == {key for key in before if "running" in key or "num_batches" in key}
-    train_until_killed(6, make_recipe(*overrides), tmp_path / "run")
-    train(make_recipe(*overrides), tmp_path / "run", resume=True)
-    assert read_train_losses(tmp_path / "run") == read_train_losses(tmp_path / "whole")
-    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "whole")
 
 
 def test_head_only_stages_drop_sync_bn_and_freeze_bn() -> None:

@@ -71,6 +71,20 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def logits_run(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("logits") / "run"
+    train(make_recipe(teacher), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def features_run(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("features") / "run"
+    train(make_recipe(teacher, FEATURES), out)
+    return out
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
@@ -91,6 +105,14 @@ def make_trainer(recipe: Recipe, folder: Path) -> TrainerState:
 def logged_values(run: Path, key: str) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines if line["split"] == "train"]
+
+
+def check_same_distillation(run: Path, expected: Path) -> None:
+    """Check that a resumed run is bit-exactly the same, and that its teacher had an effect."""
+    check_same_run(run, expected)
+    losses = logged_values(run, "distill_loss")
+    assert losses == logged_values(expected, "distill_loss")
+    assert 0 < losses[-1] != losses[0]
 
 
 class TestLoss:
@@ -197,13 +219,11 @@ class TestClasses:
         expected = logged_values(tmp_path / "0", "distill_loss")
         assert logged_values(tmp_path / "1", "distill_loss") == pytest.approx(expected, rel=1e-5)
 
-    @pytest.mark.parametrize("names", [list("abcdefghij"), list("0123456788")])
-    def test_teacher_with_other_classes_is_refused(
-        self, teacher: Path, tmp_path: Path, names: list[str]
-    ) -> None:
-        other = save_network(tmp_path / "other", build_model(str(teacher)), names)
-        with refused("weights.wrong_classes", other, "distill.kind=features"):
-            train(make_recipe(other), tmp_path / "run")
+    def test_teacher_with_other_classes_is_refused(self, teacher: Path, tmp_path: Path) -> None:
+        for names in ("abcdefghij", "0123456788"):
+            other = save_network(tmp_path / names, build_model(str(teacher)), list(names))
+            with refused("weights.wrong_classes", other, "distill.kind=features"):
+                train(make_recipe(other), tmp_path / "run")
         with refused("weights.wrong_classes", "200"):
             train(make_recipe("embedded:vit_ti"), tmp_path / "run")
 
@@ -223,16 +243,43 @@ class TestClasses:
 
 
 class TestRuns:
-    @pytest.mark.parametrize("kind", ["logits", "features"])
-    def test_killed_run_resumes_bit_exactly(self, kind: str, teacher: Path, tmp_path: Path) -> None:
-        recipe = make_recipe(teacher, f"distill.kind={kind}", "model.dropout=0.1")
-        train(recipe, tmp_path / "whole")
-        train_killed_and_resumed(5, recipe, tmp_path / "run")
-        check_same_run(tmp_path / "run", tmp_path / "whole")
-        distill_losses = logged_values(tmp_path / "run", "distill_loss")
-        assert distill_losses == logged_values(tmp_path / "whole", "distill_loss")
-        assert 0 < distill_losses[-1] != distill_losses[0]
+    def test_killed_run_resumes_bit_exactly_with_the_same_teacher_only(
+        self, teacher: Path, logits_run: Path, tmp_path: Path
+    ) -> None:
+        other, run = tmp_path / "teacher", tmp_path / "run"
+        forget_checksums(shutil.copytree(teacher / "model", other))
+        train_until_killed(5, make_recipe(other), run)
+        config_text = (other / "config.json").read_text()
+        config = json.loads(config_text)
+        preprocessing = {**config["pretrained_cfg"], "mean": [0.1, 0.2, 0.3]}
+        for change in (
+            {"label_names": config["label_names"][::-1]},
+            {"pretrained_cfg": preprocessing},
+        ):
+            (other / "config.json").write_text(json.dumps({**config, **change}))
+            with refused("recipe.not_this_run", other):
+                train(make_recipe(other), run, resume=True)
+        (other / "config.json").write_text(config_text)
+        path = other / "model.safetensors"
+        weights, tensors = path.read_bytes(), load_file(path)
+        save_file({key: 1.01 * value for key, value in tensors.items()}, path)
+        with refused("recipe.not_this_run", other):
+            train(make_recipe(other), run, resume=True)
+        with refused("recipe.not_this_run", "distill.weight"):
+            train(make_recipe(other, "distill.weight=0.6"), run, resume=True)
+        with refused("recipe.not_this_run", "distill.teacher"):
+            train(parse_recipe(RECIPE), run, resume=True)
+        path.write_bytes(weights)
+        train(make_recipe(other), run, resume=True)
+        check_same_distillation(run, logits_run)
 
+    def test_killed_run_resumes_its_projection(
+        self, teacher: Path, features_run: Path, tmp_path: Path
+    ) -> None:
+        train_killed_and_resumed(5, make_recipe(teacher, FEATURES), tmp_path / "run")
+        check_same_distillation(tmp_path / "run", features_run)
+
+    @pytest.mark.faults
     def test_adapter_run_with_feature_distillation_resumes_bit_exactly(
         self, teacher: Path, tmp_path: Path
     ) -> None:
@@ -240,9 +287,7 @@ class TestRuns:
         recipe = parse_recipe(ADAPTED, overrides=overrides)
         results = train(recipe, tmp_path / "whole")
         train_killed_and_resumed(3, recipe, tmp_path / "run")
-        check_same_run(tmp_path / "run", tmp_path / "whole")
-        distill_losses = logged_values(tmp_path / "run", "distill_loss")
-        assert distill_losses == logged_values(tmp_path / "whole", "distill_loss")
+        check_same_distillation(tmp_path / "run", tmp_path / "whole")
         run = RunDir(tmp_path / "whole")
         last = load_file(run.checkpoint_folder(4) / "model.safetensors")
         layers = {name.partition(".")[0] for name in last}
@@ -273,30 +318,26 @@ class TestRuns:
         assert sum(batch_sizes) == 2 + 50, (
             "two blank images for the output shape, then each image once"
         )
-        train(make_recipe(teacher, *overrides, TEACHER_ONCE, "optim.lr=1e-3"), tmp_path / "again")
-        assert sum(batch_sizes) == 2 * 2 + 50
+        batch_sizes.clear()
         train(make_recipe(teacher, *overrides, TEACHER_EVERY_STEP), tmp_path / "every_step")
-        assert sum(batch_sizes) == 3 * 2 + 50 + 8 * 16
+        assert sum(batch_sizes) == 2 + 8 * 16
         for key in ("loss", "distill_loss"):
             once, every_step = (
                 logged_values(tmp_path / name, key) for name in ("once", "every_step")
             )
             assert once == pytest.approx(every_step, abs=1e-5)
         assert len(list(cache.iterdir())) == 1
-
-    def test_cached_logits_are_not_reused_for_another_teacher(
-        self, teacher: Path, tmp_path: Path
-    ) -> None:
-        """A teacher with another classifier has the same features but other logits."""
+        if kind == "features":
+            return
+        # a teacher with another classifier has the same features but other logits
         other = build_model(str(teacher))
         randomize_head(other.model)
-        names = [str(number) for number in range(10)]
-        path = save_network(tmp_path / "other", other, names)
-        distill_losses = []
-        for number, name in enumerate((teacher, path)):
-            train(make_recipe(name, TEACHER_ONCE, "optim.steps=1"), tmp_path / str(number))
-            distill_losses += logged_values(tmp_path / str(number), "distill_loss")
-        assert distill_losses[0] != pytest.approx(distill_losses[1], rel=1e-3)
+        path = save_network(tmp_path / "other", other, [str(number) for number in range(10)])
+        overrides.append("optim.lr=1e-3")
+        for name, images in ((teacher, 0), (path, 50)):
+            batch_sizes.clear()
+            train(make_recipe(name, *overrides, TEACHER_ONCE), tmp_path / str(images))
+            assert sum(batch_sizes) == 2 + images
 
     def test_frozen_backbone_gives_the_same_losses_with_cached_logits(
         self, teacher: Path, tmp_path: Path
@@ -308,11 +349,8 @@ class TestRuns:
         expected = pytest.approx(read_train_losses(tmp_path / "through"), abs=1e-5)
         assert read_train_losses(tmp_path / "features") == expected
 
-    def test_projection_is_saved_in_checkpoints_but_not_published(
-        self, teacher: Path, tmp_path: Path
-    ) -> None:
-        out = tmp_path / "run"
-        results = train(make_recipe(teacher, FEATURES), out)
+    def test_projection_is_saved_in_checkpoints_but_not_published(self, features_run: Path) -> None:
+        out = features_run
         folder = RunDir(out).checkpoint_folder(6)
         names = {"distill_projection.weight", "distill_projection.bias"}
         first = load_file(RunDir(out).checkpoint_folder(4) / "model.safetensors")[
@@ -330,22 +368,18 @@ class TestRuns:
         assert plan["parameters"] == sum(
             p.numel() for p in build_model(str(out)).model.parameters()
         )
-        assert results["test"]["examples"] == 40
+        assert json.loads((out / "results.json").read_text())["test"]["examples"] == 40
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", [pytest.param("logits", marks=pytest.mark.faults), "features"])
     def test_two_ranks_give_the_losses_of_one(
-        self, kind: str, teacher: Path, tmp_path: Path
+        self, teacher: Path, features_run: Path, tmp_path: Path
     ) -> None:
-        path, overrides = tmp_path / "recipe.yaml", [f"distill.kind={kind}"]
-        path.write_text(make_recipe(teacher).to_yaml())
-        train(make_recipe(teacher, *overrides, "data.micro_batch=4"), tmp_path / "one")
-        run_two_ranks(
-            run_rank_command, "train", str(path), *overrides, "--out", str(tmp_path / "two")
-        )
+        path, out = tmp_path / "recipe.yaml", tmp_path / "two"
+        path.write_text(make_recipe(teacher, FEATURES, "data.micro_batch=4").to_yaml())
+        run_two_ranks(run_rank_command, "train", str(path), "--out", str(out))
         for key in ("loss", "distill_loss"):
-            one, two = (logged_values(tmp_path / name, key) for name in ("one", "two"))
-            assert two == pytest.approx(one, abs=1e-5)
+            expected = pytest.approx(logged_values(features_run, key), abs=1e-5)
+            assert logged_values(out, key) == expected
 
     @pytest.mark.faults  # slow: compiles; tests/training/test_train.py compiles, too
     def test_compiled_model_gives_the_same_losses(self, teacher: Path, tmp_path: Path) -> None:
@@ -355,13 +389,12 @@ class TestRuns:
         assert read_train_losses(tmp_path / "true") == expected
 
     def test_bf16_with_grad_checkpointing_gives_similar_losses(
-        self, teacher: Path, tmp_path: Path
+        self, teacher: Path, features_run: Path, tmp_path: Path
     ) -> None:
-        train(make_recipe(teacher, FEATURES), tmp_path / "plain")
         overrides = ["model.grad_checkpointing=true", "run.precision=bf16"]
         train(make_recipe(teacher, FEATURES, *overrides), tmp_path / "other")
         assert read_train_losses(tmp_path / "other") == pytest.approx(
-            read_train_losses(tmp_path / "plain"), abs=2e-2
+            read_train_losses(features_run), abs=2e-2
         )
 
     def test_earlier_stages_train_without_the_teacher(self, teacher: Path, tmp_path: Path) -> None:
@@ -391,10 +424,11 @@ class TestRuns:
 
 
 class TestRecords:
-    def test_plan_record_and_card_name_the_teacher(self, teacher: Path, tmp_path: Path) -> None:
-        out = tmp_path / "run"
-        plan = train(make_recipe(teacher), out, dry_run=True)
-        train(make_recipe(teacher), out)
+    def test_plan_record_and_card_name_the_teacher(
+        self, teacher: Path, logits_run: Path, tmp_path: Path
+    ) -> None:
+        out = logits_run
+        plan = train(make_recipe(teacher), tmp_path / "run", dry_run=True)
         record = json.loads((out / "run.json").read_text())["teacher"]
         top1 = json.loads((teacher / "results.json").read_text())["test"]["top1"]
         assert record == plan["teacher"]
@@ -410,31 +444,6 @@ class TestRecords:
         )
         with refused("weights.damaged", copy, "results.json"):
             train(make_recipe(copy), tmp_path / "other")
-
-    def test_resume_refuses_a_changed_teacher(self, teacher: Path, tmp_path: Path) -> None:
-        other = tmp_path / "teacher"
-        forget_checksums(shutil.copytree(teacher / "model", other))
-        train_until_killed(5, make_recipe(other), tmp_path / "run")
-        config = json.loads((other / "config.json").read_text())
-        preprocessing = {**config["pretrained_cfg"], "mean": [0.1, 0.2, 0.3]}
-        for change in (
-            {"label_names": config["label_names"][::-1]},
-            {"pretrained_cfg": preprocessing},
-        ):
-            (other / "config.json").write_text(json.dumps({**config, **change}))
-            with refused("recipe.not_this_run", other):
-                train(make_recipe(other), tmp_path / "run", resume=True)
-        (other / "config.json").write_text(json.dumps(config))
-        tensors = load_file(other / "model.safetensors")
-        save_file(
-            {key: value * 1.01 for key, value in tensors.items()}, other / "model.safetensors"
-        )
-        with refused("recipe.not_this_run", other):
-            train(make_recipe(other), tmp_path / "run", resume=True)
-        with refused("recipe.not_this_run", "distill.weight"):
-            train(make_recipe(other, "distill.weight=0.6"), tmp_path / "run", resume=True)
-        with refused("recipe.not_this_run", "distill.teacher"):
-            train(parse_recipe(RECIPE), tmp_path / "run", resume=True)
 
     def test_recipe_without_teacher_has_no_distill_section(self) -> None:
         assert "distill" not in parse_recipe(RECIPE).to_yaml()

@@ -119,6 +119,7 @@ def test_mistake_indices_count_unreadable_images(tmp_path: Path, image_folder: P
         assert np.asarray(split.decode(mistake["index"])).ndim == 3
 
 
+@pytest.mark.usefixtures("no_report")
 def test_equal_pixels_in_other_files_are_said_and_recorded(
     tmp_path: Path, image_folder: Path, capsys
 ) -> None:
@@ -165,7 +166,7 @@ def test_failed_report_does_not_fail_the_run(tmp_path: Path, monkeypatch, capsys
 
 
 def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(
-    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = copy_run(finished_run[0], tmp_path / "run")
     before = (out / "results.json").read_bytes()
@@ -175,6 +176,7 @@ def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(
     assert json.loads((out / "results.json").read_text()) == results
     for name in ("recipe.yaml", "report.html", "model/README.md"):
         assert "table §7" in (out / name).read_text(), name
+    disable_report_and_plots(monkeypatch)
     changed = train(parse_recipe(RECIPE + claims.replace("0.5,", "0.9,", 1)), out, resume=True)
     assert [claim["value"] for claim in changed["claims"]] == [0.9]
     train(parse_recipe(RECIPE), out, resume=True)
@@ -182,7 +184,10 @@ def test_changed_claims_of_a_finished_run_are_rechecked_on_resume(
 
 
 def test_changed_results_are_refused_until_they_are_measured_again(
-    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    finished_run: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, expected = copy_run(finished_run[0], tmp_path / "run"), finished_run[1]
     evaluate_model(str(out))
@@ -196,7 +201,9 @@ def test_changed_results_are_refused_until_they_are_measured_again(
         with refused("checkpoint.damaged", out / "results.json"):
             use(out)
     (out / "results.json").unlink()
-    again = train(parse_recipe(RECIPE), out, resume=True)
+    with monkeypatch.context() as patch:
+        disable_report_and_plots(patch)
+        again = train(parse_recipe(RECIPE), out, resume=True)
     assert again["test"]["top1"] == expected["test"]["top1"]
     write_run_report(out)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,17 @@ def forward_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def make_recipe(*overrides: str) -> Recipe:
     return parse_recipe(RECIPE, overrides=overrides)
+
+
+EMA = "optim.ema_decay=0.9"
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run on features."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(make_recipe(EMA), out)
+    return out
 
 
 def metrics_lines(run: Path, split: str) -> list[dict[str, Any]]:
@@ -158,26 +168,24 @@ def test_reason_for_not_caching_features_is_logged(
 
 
 def test_run_started_without_features_resumes_with_features(
-    tmp_path: Path, forward_batch_sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    whole_run: Path,
+    tmp_path: Path,
+    forward_batch_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train(make_recipe(), tmp_path / "whole")
-    shutil.rmtree(tmp_path / "cache")
     with monkeypatch.context() as patch:
         patch.setattr(
             "finetune.training.frozen_backbone.enable_feature_input", lambda *_, **__: "as it was"
         )
-        train_until_killed(10, make_recipe(), tmp_path / "run")
-    forward_batch_sizes.clear()
-    train(make_recipe(), tmp_path / "run", resume=True)
+        train_until_killed(10, make_recipe(EMA), tmp_path / "run")
+    train(make_recipe(EMA), tmp_path / "run", resume=True)
     assert sum(forward_batch_sizes) == 3 * 2 + 160 + 100
-    check_same_training(tmp_path / "run", tmp_path / "whole")
+    check_same_training(tmp_path / "run", whole_run)
 
 
-def test_killed_run_resumes_bit_exactly(tmp_path: Path) -> None:
-    recipe = make_recipe("optim.ema_decay=0.9")
-    train(recipe, tmp_path / "whole")
-    train_killed_and_resumed(8, recipe, tmp_path / "run")
-    check_same_training(tmp_path / "run", tmp_path / "whole", tolerance=0)
+def test_killed_run_resumes_bit_exactly(whole_run: Path, tmp_path: Path) -> None:
+    train_killed_and_resumed(8, make_recipe(EMA), tmp_path / "run")
+    check_same_training(tmp_path / "run", whole_run, tolerance=0)
 
 
 def test_unreadable_images_are_quarantined_or_stop_the_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked_runs import check_same_run, read_train_losses, train_killed_and_resumed
 from ranks import run_rank_command, run_two_ranks
+from recipe_texts import tiny_recipe_text
 from small_datasets import write_image_folder
 
 from finetune.cli.main import main
@@ -25,20 +26,12 @@ from finetune.training.training_images import augment_images, pick_one_per_class
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
-RECIPE = """
-model: {name: embedded:vit_nano}
-data:
-  source: embedded:digits
-  long_tail: 100
-  sampling: square_root
-  train: resize | random_crop(padding=2) | mixup(0.8)
-  eval: resize
-  batch_size: 12
-  val_fraction: 0.05
-  num_test: 64
-optim: {lr: 1e-3, steps: 8, class_weights: balanced, focal_gamma: 1, ema_decay: 0.5}
-run: {precision: fp32, log_every: 1, eval_every: 4, save_every: 2, threads: 1}
-"""
+RECIPE = tiny_recipe_text(
+    "long_tail: 100, sampling: square_root, train: resize | random_crop(padding=2) | mixup(0.8), "
+    "eval: resize, batch_size: 12, val_fraction: 0.05, num_test: 64",
+    optim="lr: 1e-3, steps: 8, class_weights: balanced, focal_gamma: 1, ema_decay: 0.5",
+    run="precision: fp32, log_every: 1, eval_every: 4, save_every: 2",
+)
 
 
 def make_recipe(*overrides: str) -> Recipe:

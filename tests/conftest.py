@@ -195,6 +195,24 @@ def digits_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """No test cuts the power, and a tiny run waits forty times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def versions_are_read_once() -> Iterator[None]:
+    """Each run records the versions of ten packages."""
+    from finetune.run import environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "version", functools.cache(environment.version))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def equal_yaml_is_parsed_and_written_once() -> Iterator[None]:
     """A run reads its recipe eight times: a tenth of the time of a tiny run."""
     from finetune.recipe import strict_yaml

@@ -44,10 +44,10 @@ data:
   source: embedded:digits
   train: resize | random_crop(padding=2)
   eval: resize
-  batch_size: 16
-  num_train: 160
-  val_fraction: 0.2
-  num_test: 64
+  batch_size: 8
+  num_train: 60
+  num_val: 10
+  num_test: 20
 optim: {lr: 1e-2, steps: 4, ema_decay: 0.5}
 run: {precision: fp32, log_every: 1, eval_every: 2, save_every: 2, threads: 1}
 """
@@ -112,7 +112,7 @@ def test_two_ranks_give_the_losses_of_one(run_without_dropout: Path, tmp_path: P
 def test_grad_checkpointing_and_micro_batches_change_no_loss(
     run_without_dropout: Path, tmp_path: Path
 ) -> None:
-    overrides = ["model.grad_checkpointing=true", "data.micro_batch=8"]
+    overrides = ["model.grad_checkpointing=true", "data.micro_batch=4"]
     train(make_recipe(*NO_DROPOUT, *overrides), tmp_path / "run")
     assert read_train_losses(tmp_path / "run") == pytest.approx(
         read_train_losses(run_without_dropout), abs=1e-4

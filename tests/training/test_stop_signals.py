@@ -38,9 +38,7 @@ BEFORE_TRAINING = {
 }
 AFTER_TRAINING = {
     "the temperature": ("finetune.evaluation.calibration.fit_temperature", 1),
-    "evaluation of test": ("finetune.training.finalize.Evaluator", 2),
     "publishing": ("finetune.training.finalize.save_model", 1),
-    "publishing again": ("finetune.training.finalize.rewrite_artifacts", 1),
     "the report": ("finetune.report.page.write_run_report", 1),
 }
 
@@ -117,22 +115,18 @@ def check_resumed(recipe: Path, out: Path, undisturbed_run: Path) -> None:
     assert not list(out.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
 @pytest.mark.parametrize("place", BEFORE_TRAINING)
 def test_signal_before_training_stops_the_run_immediately(
     place: str,
-    number: signal.Signals,
     recipe: Path,
     undisturbed_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, (name, call), decode_split = (
-        tmp_path / "run",
-        BEFORE_TRAINING[place],
-        pixel_cache.decode_split,
-    )
+    out, decode_split = tmp_path / "run", pixel_cache.decode_split
+    name, call = BEFORE_TRAINING[place]
+    number = signal.SIGINT if place == "decoding" else signal.SIGTERM
     signal_at_call = SignalAtCall(name, call, number)
 
     def patch_and_decode(*args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,6 @@ from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore
 from finetune.errors import HubError
 from finetune.publish.artifacts import PUBLISHED_FILES
-from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
 from finetune.training.setup import TrainingSetup, build_setup
 from finetune.training.train import train
@@ -116,8 +115,9 @@ def test_compiled_model_trains_the_same_and_saves_plain_parameter_names(
 ) -> None:
     compiled = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
-    train(tiny_recipe("optim.steps=4"), tmp_path / "plain")
-    train(tiny_recipe("optim.steps=4", "model.compile=true"), tmp_path / "compiled")
+    small = [*SMALL, "optim.steps=3", "model.args.depth=1", "run.test=false"]
+    train(tiny_recipe(*small), tmp_path / "plain")
+    train(tiny_recipe(*small, "model.compile=true"), tmp_path / "compiled")
     assert read_train_losses(tmp_path / "compiled") == pytest.approx(
         read_train_losses(tmp_path / "plain"), abs=1e-4
     )
@@ -131,20 +131,12 @@ def test_compiled_model_trains_the_same_and_saves_plain_parameter_names(
         ["model.freeze=1", "optim.layer_decay=0.75"],
         ["model.freeze=backbone"],
         ["run.precision=bf16", "data.train=resize | mixup(0.8) | cutmix(1.0)"],
-        [
-            "optim.name=sgd",
-            "optim.schedule=step",
-            "optim.step_every=5",
-            "optim.label_smoothing=0.1",
-        ],
         ["model.name=test_resnet", "model.args={}", "model.image_size=32"],
-        ["model.name=test_convnext", "model.args={}", "model.image_size=32", "run.best=val.loss"],
-        ["data.val_fraction=0"],
     ],
-    ids=["freeze-blocks", "freeze-backbone", "mix", "sgd", "resnet", "convnext", "no-validation"],
+    ids=["freeze-blocks", "freeze-backbone", "mix", "resnet"],
 )
 def test_timm_loads_the_model_of_every_kind_of_run(tmp_path: Path, overrides: list[str]) -> None:
-    recipe = parse_recipe(TINY_RECIPE.replace("steps: 12", "steps: 4"), overrides=overrides)
+    recipe = tiny_recipe(*SMALL, "optim.steps=4", *overrides)
     results = train(recipe, tmp_path / "run")
     assert 0 <= results["test"]["top1"] <= 1
     model = timm.create_model(f"local-dir:{tmp_path / 'run' / 'model'}", pretrained=True)
@@ -194,26 +186,24 @@ def test_accelerate_environment_variables_do_not_change_training(
     assert read_weights(tmp_path / "run") == read_weights(finished_run[0])
 
 
-def test_log_intervals_continue_across_a_resume(tmp_path: Path) -> None:
+def test_log_intervals_continue_across_a_resume(plain_losses: list[float], tmp_path: Path) -> None:
     recipe = tiny_recipe(*SMALL, "run.log_every=5", "run.save_every=3", "run.eval_every=6")
-    train(recipe, tmp_path / "whole")
     out = tmp_path / "run"
     train_until_killed(8, recipe, out)
     train(recipe, out, resume=True)
-    assert read_train_losses(out) == read_train_losses(tmp_path / "whole")
+    means = [sum(part) / len(part) for part in (plain_losses[i : i + 5] for i in (0, 5, 10))]
+    assert read_train_losses(out) == pytest.approx(means, abs=1e-6)
 
 
 def test_wsd_run_is_lengthened_to_the_weights_of_a_longer_run(tmp_path: Path) -> None:
-    wsd = ["optim.schedule=wsd", "run.best=last", "run.keep_checkpoints=1"]
-    recipe = tiny_recipe(*FULL, *wsd)
-    longer = tiny_recipe(*FULL, *wsd, "optim.steps=20")
+    wsd = [*SMALL, "optim.schedule=wsd", "run.best=last", "run.keep_checkpoints=1"]
+    wsd += ["optim.ema_decay=0.9", "run.save_every=3", "run.test=false"]
+    recipe, longer = tiny_recipe(*wsd), tiny_recipe(*wsd, "optim.steps=20")
     whole, short, branch, extended = (tmp_path / name for name in ("whole", "short", "b", "e"))
     train(longer, whole)
     train(recipe, short)
     assert RunDir(short).checkpoint_steps() == [8, 10, 12]  # 8 is the best before the decay
     before = run_file_hashes(short)
-    train_until_killed(6, longer, branch, branch_from=short)
-    assert max(RunDir(branch).checkpoint_steps()) == 15
     arguments = (short, "--resume", "--out", branch, "optim.steps=20")
     check_child_success(run_command_in_child("train", *arguments))
     assert run_file_hashes(short) == before

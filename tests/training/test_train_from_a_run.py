@@ -19,15 +19,12 @@ from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
-TINY = """
-model:
-  name: vit_tiny_patch16_224
-  args: {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}
-  pretrained: false
-  image_size: 16
-data: {source: "embedded:digits", train: resize, eval: resize}
-optim: {name: adamw, lr: 1e-2, steps: 400, warmup_steps: 20}
-run: {precision: fp32, threads: 1, log_every: 50, eval_every: 200, best: val.loss}
+DATA = "{source: embedded:digits, train: resize, eval: resize, num_train: 400, num_test: 100}"
+TINY = f"""
+model: {{name: embedded:vit_nano, image_size: 16, freeze: backbone}}
+data: {DATA}
+optim: {{name: adamw, lr: 2e-2, steps: 60}}
+run: {{precision: fp32, threads: 1, log_every: 50, best: val.loss}}
 """
 UNSET_HEAD_INIT = "head_init: null"
 
@@ -50,7 +47,7 @@ def continued_recipe(run: Path, *overrides: str) -> Recipe:
     """A recipe for one step from a run's model, with a learning rate too small to matter."""
     text = f"""
 model: {{name: "{run}"}}
-data: {{source: "embedded:digits", eval: resize}}
+data: {DATA}
 optim: {{lr: 1e-9, steps: 1}}
 run: {{precision: fp32, threads: 1}}
 """
@@ -101,7 +98,8 @@ def test_head_is_kept_for_the_same_classes(previous_run: Path, tmp_path: Path) -
 
 def test_head_rows_are_kept_for_a_subset_of_classes(previous_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(continued_recipe(previous_run, "data.classes=['8', '1']"), run)
+    overrides = ["data.classes=['8', '1']", "data.num_train=null", "data.num_test=null"]
+    train(continued_recipe(previous_run, *overrides), run)
     torch.testing.assert_close(
         head_weight(run), head_weight(previous_run)[[1, 8]], rtol=0, atol=1e-8
     )
@@ -117,5 +115,5 @@ def test_unset_head_init_matches_runs_with_zeros(previous_run: Path, tmp_path: P
     results = train(
         parse_recipe(text.replace("head_init: zeros", UNSET_HEAD_INIT)), previous_run, resume=True
     )
-    assert results["steps"] == 400
+    assert results["steps"] == 60
     assert head_init(previous_run) == "zeros"

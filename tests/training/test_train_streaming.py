@@ -166,7 +166,11 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         "damage, error_type, code",
-        [("lost", HubError, 7), ("changed", DataError, 3), ("gone", DataError, 3)],
+        [
+            ("lost", HubError, 7),
+            ("changed", DataError, 3),
+            pytest.param("gone", DataError, 3, marks=pytest.mark.faults),
+        ],
     )
     def test_permanent_error_ends_the_run_and_resume_continues(
         self,
@@ -211,7 +215,7 @@ class TestFaults:
         assert read_weights(tmp_path / "run") == read_weights(finished_run)
 
     def test_resume_refuses_a_changed_dataset(self, hub: HubServer, tmp_path: Path) -> None:
-        train_until_killed(6, make_recipe(), tmp_path / "run")
+        train_until_killed(2, make_recipe("run.save_every=1"), tmp_path / "run")
         hub.commit(REPO_NAME, {"README.md": b"---\nlicense: mit\n---\n"})
         hub.commit(
             REPO_NAME,
@@ -222,10 +226,10 @@ class TestFaults:
             },
         )
         with refused("data.changed", REPO_NAME, tmp_path / "run"):
-            train(make_recipe(), tmp_path / "run", resume=True)
+            train(make_recipe("run.save_every=1"), tmp_path / "run", resume=True)
         name = f"data.source=hub:{REPO_NAME}@{hub.commits(REPO_NAME)[1]}"
         with refused("recipe.not_this_run", "data.source"):
-            train(make_recipe(name), tmp_path / "run", resume=True)
+            train(make_recipe("run.save_every=1", name), tmp_path / "run", resume=True)
 
     def test_cli_reports_an_unreachable_hub_once(
         self, hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -47,7 +47,12 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int, int]] = {
         48,
     ),
     "shiftvit": ("shiftvit_tiny_patch4_48", {"embed_dim": 48, "depths": [1, 2]}, 48, 32),
-    "conv_classifier": ("resnetv2_50", {"layers": (1, 1, 1, 1), "width_factor": 1}, 64, 96),
+    "conv_classifier": (
+        "resnetv2_50",
+        {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)},
+        64,
+        96,
+    ),
 }
 
 

@@ -61,7 +61,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "hiera_windows": ("hiera_small_abswin_256", HIERA, None),
     "mobilenetv4": ("mobilenetv4_hybrid_medium", {}, None),
 }
-every_family = pytest.mark.parametrize("key", FAMILIES)
+# The block types of the others differ in one argument, or the network is not small.
+IN_FAULTS = {"mobilenetv4", "dinov3_swiglu", "eva02_swiglu", "rope_learned", "hiera_windows"}
+every_family = pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=pytest.mark.faults if key in IN_FAULTS else ()) for key in FAMILIES],
+)
 KEYS_WITH_ATTENTION = [
     key for key in FAMILIES if not key.startswith(("convnext", "hiera", "mobilenet"))
 ]
@@ -116,8 +121,10 @@ def test_finds_every_recipe() -> None:
     assert len(RECIPES) == 12
 
 
-@pytest.mark.parametrize("key", [key for key in FAMILIES if key != "mobilenetv4"])
+@every_family
 def test_resizing_equals_timm(key: str, tmp_path: Path) -> None:
+    if key == "mobilenetv4":
+        pytest.skip("it has no positions")
     built, size = build_family(key), (96, SIZE)
     folder = save_network(tmp_path / key, built)
     size_args = {"img_size": size} if "img_size" in built.model_args else {}

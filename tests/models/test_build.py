@@ -206,6 +206,7 @@ class TestErrors:
             build_model(folder)
 
 
+@pytest.mark.faults
 def test_vit_b_16_at_384_px_saves_and_loads_in_timm(tmp_path: Path) -> None:
     """The layout of vit_base_patch16_224.augreg_in21k with one of its 12 blocks."""
     source = build_model("vit_base_patch16_224.augreg_in21k", pretrained=False, args={"depth": 1})

@@ -6,6 +6,7 @@ Other sizes of a family, such as deit_base and tnt_b, differ only in the argumen
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,19 @@ FULL_SIZE_NETWORKS: dict[str, tuple[int, float]] = {
     "vit_base_r50_s16_224": (384, 97.89),
     "vit_small_r26_s32_224": (384, 36.43),
 }
-# The others take up to 3 s each, and have a small network of their family above.
-QUICK_NETWORKS = {"deit_small_patch16_224", "vit_small_r26_s32_224"}
+# The others run before a release.
+IN_THE_SUITE = {"swin", "vit_b", "efficientnet", "deit_small_patch16_224"}
+
+
+def in_the_suite(names: Iterable[str]) -> list[Any]:
+    return [
+        name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.faults)
+        for name in names
+    ]
 
 
 @pytest.mark.usefixtures("no_plots")
-@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("key", in_the_suite(FAMILIES))
 def test_loads_resizes_and_trains(key: str, tmp_path: Path, image_folder: Path) -> None:
     name, args, saved_size, train_size = FAMILIES[key]
     built = build_model(name, pretrained=False, num_classes=5, image_size=saved_size, args=args)
@@ -90,13 +98,7 @@ run: {{precision: fp32, threads: 1, log_every: 1}}
     assert compute_logits(trained.model, random_images(train_size)).shape == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK_NETWORKS else pytest.param(name, marks=pytest.mark.faults)
-        for name in FULL_SIZE_NETWORKS
-    ],
-)
+@pytest.mark.parametrize("name", in_the_suite(FULL_SIZE_NETWORKS))
 def test_full_size_network_at_another_image_size(name: str) -> None:
     """On the meta device: the largest network would take four gigabytes."""
     size, millions = FULL_SIZE_NETWORKS[name]

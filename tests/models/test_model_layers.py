@@ -71,19 +71,21 @@ def test_token_counts(key: str, total: int, grid: list[int], prefix: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "name, total, blocks",
+    "name, args, total, blocks",
     [
-        ("tnt_s_patch16_224", 197, [12]),
-        ("pvt_v2_b0", 56 * 56, [2, 2, 2, 2]),
-        ("vit_small_r26_s32_224", 50, [12]),
-        ("resnet26", None, [2, 2, 2, 2]),
-        ("efficientnet_b0", None, [1, 2, 2, 3, 3, 4, 1]),
-        ("convnext_atto", None, [2, 2, 6, 2]),
+        ("tnt_s_patch16_224", {"depth": 2}, 197, [2]),
+        ("pvt_v2_b0", {}, 56 * 56, [2, 2, 2, 2]),
+        ("vit_small_r26_s32_224", {"depth": 2}, 50, [2]),
+        ("resnet26", {}, None, [2, 2, 2, 2]),
+        ("efficientnet_b0", {}, None, [1, 2, 2, 3, 3, 4, 1]),
+        ("convnext_atto", {}, None, [2, 2, 6, 2]),
     ],
 )
-def test_tokens_and_blocks_of_other_families(name: str, total: int | None, blocks: Any) -> None:
+def test_tokens_and_blocks_of_other_families(
+    name: str, args: dict[str, int], total: int | None, blocks: Any
+) -> None:
     with torch.device("meta"):
-        model = timm.create_model(name).eval()
+        model = timm.create_model(name, **args).eval()
     tokens = summarize_model(model, (224, 224))["tokens"]
     assert (tokens and tokens["total"]) == total
     assert blocks_per_stage(model) == blocks

@@ -30,9 +30,9 @@ PACKAGE = python_package.get_package(NAME)
 
 RECIPE = f"""
 model: {{name: "{NAME}", image_size: 32}}
-data: {{source: embedded:digits, num_train: 64, batch_size: 16, train: resize, eval: resize}}
-optim: {{lr: 1e-3, steps: 2}}
-run: {{eval_every: 1, save_every: 1, precision: fp32, threads: 1, test: false}}
+data: {{source: embedded:digits, num_train: 30, batch_size: 8, train: resize, eval: resize}}
+optim: {{lr: 1e-3, steps: 1}}
+run: {{precision: fp32, threads: 1, test: false}}
 """
 
 

@@ -386,7 +386,7 @@ class TestBuildModel:
         assert torch.equal(other_classes.eval().forward_features(x), timm_model.forward_features(x))
         assert torch.equal(build_model(folder).model.eval()(x), timm_model(x))
 
-    @pytest.mark.parametrize("kind, location", KINDS_AND_LOCATIONS)
+    @pytest.mark.parametrize("kind, location", [*AT_EVERY_LAYER, ("sinusoidal", "stem")])
     def test_loads_at_another_image_size(
         self, kind: str, location: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -436,7 +436,9 @@ class TestBuildModel:
             for gradient, other_gradient in zip(expected, recomputed, strict=True)
         )
 
-    @pytest.mark.parametrize("kind", ["sinusoidal", "relative"])
+    @pytest.mark.parametrize(
+        "kind", [pytest.param("sinusoidal", marks=pytest.mark.faults), "relative"]
+    )
     def test_exports_with_a_dynamic_batch_size(self, kind: str) -> None:
         model = self.build(head_init="default", args={"position": kind}).model.eval()
         batch = {0: torch.export.Dim("batch", min=1, max=64)}

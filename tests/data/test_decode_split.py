@@ -162,7 +162,7 @@ def test_loaded_images_equal_decoded_images(tmp_path: Path, num_workers: int) ->
     assert readable.tolist() == list(range(num_images))
     assert all(map(np.array_equal, pixels(images), map(split.decode, range(num_images))))
 
-    sizes = [tuple(generator.integers(2, 90, 2).tolist()) for _ in range(num_images)]
+    sizes = [tuple(generator.integers(2, 30, 2).tolist()) for _ in range(num_images)]
     images_of_any_size = [
         {"bytes": random_png(row, sizes[row]), "path": None} for row in range(num_images)
     ]
@@ -199,7 +199,7 @@ def test_fails_if_the_images_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatc
         load(open_source("embedded:digits").splits["train"])
 
 
-@pytest.mark.parametrize("bytes_per_image", [0, 1, 20, 2**20], ids=lambda value: f"{value} bytes")
+@pytest.mark.parametrize("bytes_per_image", [0, 20, 2**20], ids=lambda value: f"{value} bytes")
 def test_workers_return_the_same_pixels_through_few_buffers(
     tmp_path: Path, bytes_per_image: int
 ) -> None:

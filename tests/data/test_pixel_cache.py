@@ -82,8 +82,7 @@ def assert_equals_decoded(decoded: DecodedSplit, split: Split) -> None:
         np.testing.assert_array_equal(image.permute(1, 2, 0), split.decode(index))
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("unreadable_rows", [(), (0, 3, 140)])
+@pytest.mark.parametrize("ragged, unreadable_rows", [(False, ()), (True, (0, 3, 140))])
 def test_maps_the_cache_file_without_decoding_again(
     tmp_path: Path,
     ragged: bool,
@@ -253,12 +252,8 @@ def test_one_process_decodes_and_the_others_wait_for_it(tmp_path: Path, cache_fo
     assert len(list(cache_folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_file_and_no_process(
-    tmp_path: Path,
-    cache_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    signal_number: signal.Signals,
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, marker_folder = make_split(tmp_path), tmp_path / "marks"
     marker_folder.mkdir()
@@ -271,7 +266,7 @@ def test_a_signal_leaves_no_file_and_no_process(
                 # one signal only: a second one ends the run immediately
                 with contextlib.suppress(FileExistsError):
                     (tmp_path / "sent").touch(exist_ok=False)
-                    os.kill(parent, signal_number)
+                    os.kill(parent, signal.SIGTERM)
                 time.sleep(600)
         return decode(self, index)
 
@@ -279,14 +274,14 @@ def test_a_signal_leaves_no_file_and_no_process(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Split, "decode", hang_in_worker)
-    old_handler = signal.signal(signal_number, interrupt)
+    old_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             decode_cached(split)
     finally:
         # until no worker is left that could send the signal: by default, it ends this process
         wait_until(lambda: gc.collect() < 0 or not multiprocessing.active_children())
-        signal.signal(signal_number, old_handler)
+        signal.signal(signal.SIGTERM, old_handler)
     assert [path.suffix for path in cache_folder.iterdir()] in ([], [".lock"])
     processes = [int(path.name) for path in marker_folder.iterdir()]
     assert processes

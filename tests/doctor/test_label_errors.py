@@ -28,8 +28,7 @@ def flip(labels: NDArray[np.int64], fraction: float, kind: str) -> NDArray[np.in
     return flipped
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "pair"])
-@pytest.mark.parametrize("fraction", [0.05, 0.2])
+@pytest.mark.parametrize("kind, fraction", [("pair", 0.05), ("symmetric", 0.2)])
 def test_planted_errors(digits: tuple, kind: str, fraction: float) -> None:
     from cleanlab.rank import get_label_quality_scores  # takes a second in each process
 

@@ -104,7 +104,7 @@ def test_similar_features_are_not_enough() -> None:
 
 
 def test_digits_look_alike_but_are_no_duplicates() -> None:
-    pixels = (load_digits().images[:600] * 15).astype(np.uint8)
+    pixels = (load_digits().images[:300] * 15).astype(np.uint8)
     images = [Image.fromarray(image) for image in pixels]
     features = pixels.reshape(len(pixels), -1).astype(np.float32)
     found = find(images, [features])

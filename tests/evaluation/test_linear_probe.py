@@ -217,11 +217,11 @@ class TestDinov2LogisticRegression:
 
         grid = 10 ** torch.linspace(-6, 5, 45, dtype=torch.float64).numpy()
         result = probe_logistic_regression(train, (np.arange(100), val), test, raw_features=True)
-        expected = [fit(train[0][:100], train[1][:100], c).score(*val) for c in grid]
+        expected = [fit(train[0][:100], train[1][:100], c).score(*val) for c in grid[::4]]
         np.testing.assert_allclose([row["c"] for row in result["grid"]], grid, rtol=1e-12)
         actual = [row["val_accuracy"] for row in result["grid"]]
-        np.testing.assert_allclose(actual, expected, atol=1 / 60 + 1e-9)  # one image
-        assert np.mean(np.array(actual) == expected) > 0.9
+        np.testing.assert_allclose(actual[::4], expected, atol=1 / 60 + 1e-9)  # one image
+        assert np.mean(np.array(actual[::4]) == expected) > 0.9
         assert result["c"] == result["grid"][int(np.argmax(actual))]["c"]
         assert result["accuracy"] == fit(*train, result["c"]).score(*test)
         assert result["converged"]

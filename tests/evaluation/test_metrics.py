@@ -59,7 +59,7 @@ def test_batches_and_processes_do_not_change_the_bits(dtype: torch.dtype) -> Non
     """With N up to 25, batches of 1…4, and one or two processes, the sums are bit-identical."""
     all_logits, all_labels = make_sample(25, 7)
     all_logits = all_logits.to(dtype)
-    for num, batch_size in itertools.product((1, 2, 3, 5, 8, 13, 24, 25), range(1, 5)):
+    for num, batch_size in itertools.product((1, 2, 5, 13, 25), (1, 2, 3, 4)):
         logits, labels = all_logits[:num], all_labels[:num]
         expected = count_metrics(logits, labels)
         assert expected.compute()["examples"] == num
@@ -360,9 +360,9 @@ def test_wilson_interval_inverts_the_score_test(correct: int, total: int) -> Non
             assert abs(observed - end) == pytest.approx(z * math.sqrt(end * (1 - end) / total))
 
 
-@pytest.mark.parametrize("total", [1, 2, 30, 97, 145, 999])
+@pytest.mark.parametrize("total", [1, 2, 97, 999])
 def test_wilson_interval_matches_scipy(total: int) -> None:
-    for correct in range(total + 1):
+    for correct in {*range(0, total, 1 + total // 50), total}:
         ends = binomtest(correct, total).proportion_ci(confidence_level=0.95, method="wilson")
         assert wilson_interval(correct, total) == (ends.low, ends.high)
 

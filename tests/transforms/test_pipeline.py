@@ -170,9 +170,11 @@ def test_color_and_rotation_after_an_enlargement_equal_torchvision() -> None:
     assert (actual - expected).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("target", [(32, 32), (48, 48), (24, 24)])
-def test_samples_do_not_depend_on_the_batch(dtype: torch.dtype, target: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "target, dtype",
+    [((32, 32), torch.float32), ((48, 48), torch.bfloat16), ((24, 24), torch.float32)],
+)
+def test_samples_do_not_depend_on_the_batch(target: tuple[int, int], dtype: torch.dtype) -> None:
     images, keys = synthetic_photos(24), make_keys(24)
     pipeline = make_pipeline(ALL_OPERATIONS, target)
     batched = pipeline(images, keys=keys, dtype=dtype)
@@ -221,7 +223,7 @@ def test_large_images_do_not_depend_on_batch_and_threads(
         torch.set_num_threads(num_threads_before)
 
 
-SIZES = [(32, 32), (40, 30), (32, 32), (64, 48), (20, 24), (5, 90), (90, 5), (100, 150), (33, 50)]
+SIZES = [(32, 32), (40, 30), (32, 32), (64, 48), (20, 24), (5, 30), (30, 5), (80, 120), (33, 50)]
 # every execution path: windows, pads and flips before and after a resize, two resizes in a row,
 # pixel operations before and after a resize
 TRANSFORM_SPECS = [
@@ -287,9 +289,7 @@ class OperationCounter(TorchDispatchMode):
 @pytest.mark.parametrize(
     "transforms",
     [
-        "random_resized_crop | flip",
         "random_resized_crop | flip | color_jitter(0.4, 0.4, 0.4) | random_erasing",
-        "resize(40) | center_crop",
         "resize(40) | rotate(10) | random_crop",
     ],
 )

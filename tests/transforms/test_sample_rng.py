@@ -105,7 +105,7 @@ def test_bernoulli_has_its_probability() -> None:
         ((32, 32), (0.05, 1.0), (3 / 4, 4 / 3)),
         ((60, 100), (0.08, 1.0), (3 / 4, 4 / 3)),
         ((20, 200), (0.5, 1.0), (3 / 4, 4 / 3)),  # mostly uses the fallback
-        ((200, 20), (0.9, 1.0), (0.9, 1.1)),
+        pytest.param((200, 20), (0.9, 1.0), (0.9, 1.1), marks=pytest.mark.faults),
     ],
 )
 def test_crop_windows_have_the_distribution_of_torchvision(

@@ -30,7 +30,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: i
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "madgrad", "adabelief"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])  # the others: below
 def test_restored_training_continues_bit_exactly(tmp_path: Path, name: str) -> None:
     model = make_model()
     for parameter in model.patch_embed.parameters():  # freeze some
@@ -58,7 +58,7 @@ def test_restored_training_continues_bit_exactly(tmp_path: Path, name: str) -> N
         assert torch.equal(value, restored_ema.module.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])  # torch's fused optimizers, and timm's
+@pytest.mark.parametrize("name", ["adamw", "lamb"])  # a fused optimizer of torch, and one of timm
 def test_channels_last_models_save_the_same_file_and_resume_exactly(
     tmp_path: Path, name: str
 ) -> None:

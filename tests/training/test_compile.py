@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -52,29 +53,26 @@ def test_fused_attention_is_disabled_only_for_bf16_on_cpu(
 
 
 @pytest.mark.parametrize(
-    "name, device, channels_last",
+    "name, on_cuda, on_cpu",
     [
-        ("test_resnet", "cuda", True),
-        ("test_resnet", "cpu", True),
-        ("test_vit", "cuda", False),
-        ("test_vit", "cpu", False),
-        ("vit_base_r50_s16_224", "cuda", True),  # a CNN/ViT hybrid
-        ("vit_base_r50_s16_224", "cpu", False),
-        ("repvgg_a0", "cuda", True),  # its stem has a strided 1x1 convolution
-        ("repvgg_a0", "cpu", False),
+        ("test_resnet", True, True),
+        ("test_vit", False, False),
+        ("vit_base_r50_s16_224", True, False),  # a CNN/ViT hybrid
+        ("repvgg_a0", True, False),  # its stem has a strided 1x1 convolution
     ],
 )
-def test_convolutional_models_use_channels_last(
-    name: str, device: str, channels_last: bool
-) -> None:
+def test_convolutional_models_use_channels_last(name: str, on_cuda: bool, on_cpu: bool) -> None:
     hybrid_args = (
         {"embed_dim": 48, "depth": 1, "num_heads": 3} if name.startswith("vit_base") else {}
     )
-    model = timm.create_model(name, **hybrid_args)
-    choose_kernels(model, device=torch.device(device), dtype=torch.bfloat16)
-    weights = [p for p in model.parameters() if p.ndim == 4 and p.shape[1] > 1 and p.shape[2] > 1]
-    assert weights
-    assert {w.is_contiguous(memory_format=torch.channels_last) for w in weights} == {channels_last}
+    created = timm.create_model(name, **hybrid_args)
+    for device, channels_last in (("cuda", on_cuda), ("cpu", on_cpu)):
+        model = copy.deepcopy(created)
+        choose_kernels(model, device=torch.device(device), dtype=torch.bfloat16)
+        weights = [p for p in model.parameters() if p.ndim == 4 and min(p.shape[1:3]) > 1]
+        assert weights
+        layouts = {w.is_contiguous(memory_format=torch.channels_last) for w in weights}
+        assert layouts == {channels_last}
 
 
 def test_fused_and_plain_attention_agree() -> None:

@@ -36,6 +36,7 @@ STREAMED = [
     *(f"data.source=hub:{REPO_NAME}", "data.streaming=true", "data.batch_size=24"),
     *("data.val_fraction=0.2", "optim.steps=8", "run.save_every=3", "run.eval_every=4"),
     *("model.dropout=0.1", "optim.ema_decay=0.9", "data.micro_batch=8"),
+    *("data.train=resize | random_crop(padding=2)", "model.args.depth=1"),
 ]
 
 

@@ -31,8 +31,13 @@ pytestmark = [
 
 
 class TestImageSize:
-    @pytest.mark.parametrize("key", ["vit", "vit_average", "distilled", "registers", "beit"])
-    @pytest.mark.parametrize("size", [48, 24, (48, 32)])
+    @pytest.mark.parametrize(
+        "key, size",
+        [
+            *(("vit", size) for size in (48, 24, (48, 32))),
+            *((key, (48, 32)) for key in ("vit_average", "distilled", "registers", "beit")),
+        ],
+    )
     def test_posemb_timm_equals_timm(
         self, key: str, size: int | tuple[int, int], tmp_path: Path
     ) -> None:
@@ -43,9 +48,13 @@ class TestImageSize:
         assert torch.equal(compute_logits(timm_model, x), compute_logits(ours.model, x))
 
     @pytest.mark.parametrize(
-        "key", ["vit", "vit_average", "distilled", "registers", "cait", "representation"]
+        "key, grid",
+        [
+            *(("vit", grid) for grid in ((6, 6), (3, 3), (2, 8))),
+            *((key, (2, 8)) for key in ("vit_average", "distilled", "registers")),
+            *((key, (2, 8)) for key in ("cait", "representation")),
+        ],
     )
-    @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (2, 8)])
     def test_posemb_paper_equals_the_paper(
         self, key: str, grid: tuple[int, int], tmp_path: Path
     ) -> None:

@@ -26,7 +26,8 @@ from finetune.models.weights import read as read_module
 from finetune.models.weights.read import read_tensors
 from finetune.models.weights.resolve import resolve_weights
 
-MANY_BYTES = 80 * 2**20  # above the limit for an archive of zeros
+ALLOWED_BYTES = 5 * 2**20  # of an archive of zeros; 64 MiB outside of the tests
+MANY_BYTES = 6 * 2**20
 
 
 @pytest.fixture
@@ -187,6 +188,11 @@ def archive_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 class TestMemoryBombs:
     """Small files that would use an enormous amount of memory."""
+
+    @pytest.fixture(autouse=True)
+    def small_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert 10 * ALLOWED_BYTES < read_module.ALWAYS_ALLOWED_BYTES < 100 * 2**20
+        monkeypatch.setattr(read_module, "ALWAYS_ALLOWED_BYTES", ALLOWED_BYTES)
 
     def test_does_not_unpack_archives_of_extreme_ratio(
         self, archive_path: Path, monkeypatch: pytest.MonkeyPatch

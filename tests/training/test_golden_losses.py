@@ -71,7 +71,13 @@ def train_losses(case: str, out: Path, num_steps: int = 20) -> list[float]:
     return [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",  # the augmented one is the quickstart, too
+    [
+        pytest.param(case, marks=pytest.mark.faults if case == "quickstart" else ())
+        for case in CASES
+    ],
+)
 def test_losses_of_the_first_steps_have_not_changed(case: str, tmp_path: Path) -> None:
     golden: dict[str, Any] = json.loads((FOLDER / f"{case}.json").read_text())
     losses, expected = train_losses(case, tmp_path / "run", num_steps=6), golden["losses"][:6]

@@ -333,6 +333,7 @@ def test_trains_from_a_csv_file(image_folder: Path, monkeypatch: pytest.MonkeyPa
     write_csv(image_folder, "path,label,split", *rows)
     monkeypatch.chdir(image_folder)
     fast = ["optim.steps=2", "model.freeze=none", "model.name=embedded:vit_nano"]
+    fast += ["model.image_size=16"]
     assert main(["train", "labels.csv", *fast, "--out", "run"]) == 0
     assert Path("run/report.html").is_file()
     assert load_recipe("run/recipe.yaml").data.source == "csv:labels.csv"

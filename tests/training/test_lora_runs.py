@@ -39,7 +39,8 @@ pytestmark = pytest.mark.usefixtures("no_plots")
 RECIPE = """
 model:
   name: embedded:vit_nano
-  adapter: {kind: dora, rank: 2, targets: [attention, fc1], dropout: 0.1}
+  image_size: 16
+  adapter: {kind: dora, rank: 2, targets: [qkv, fc1], dropout: 0.1}
 data:
   source: embedded:digits
   train: resize | random_crop(padding=2)
@@ -130,9 +131,9 @@ def test_merged_model_reproduces_the_reported_metrics(
         assert measured["loss"] == pytest.approx(results[split]["loss"], abs=1e-6)
         assert measured["confusion"] == results[split]["confusion"]
     merged = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).eval()
-    base = build_model("embedded:vit_nano", num_classes=10).model
+    base = build_model("embedded:vit_nano", num_classes=10, image_size=16).model
     adapted = PeftModel.from_pretrained(base, str(out / "model" / "adapter")).eval()
-    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(adapted(images), merged(images), rtol=0, atol=1e-5)
 

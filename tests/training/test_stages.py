@@ -177,7 +177,7 @@ def test_two_ranks_give_the_losses_of_one(
 
 def test_adapter_run_starts_with_the_trained_head(tmp_path: Path) -> None:
     text = """
-model: {name: embedded:vit_nano, adapter: {rank: 2}}
+model: {name: embedded:vit_nano, image_size: 16, adapter: {rank: 2, targets: [qkv]}}
 data:
   {source: "embedded:digits", train: resize, eval: resize, batch_size: 8, num_train: 60}
 optim: {lr: 1e-3, steps: 2, stages: [{freeze: backbone, steps: 10, lr: 3e-2}]}

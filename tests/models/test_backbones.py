@@ -39,6 +39,7 @@ from finetune.recipe.load import load_recipe
 from finetune.training.optim import param_groups
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "backbones").glob("*.yaml"))
+RECIPES_IN_THE_SUITE = {"convnext", "dinov2_linear", "hiera", "siglip2"}
 CONVNEXT = {"depths": [1, 1, 1, 1], "dims": [8, 16, 32, 64]}
 HIERA = {"embed_dim": 16, "num_heads": 1, "stages": [1, 1, 1, 1]}
 EVA = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
@@ -94,7 +95,14 @@ def build_family(key: str, **settings: Any) -> BuiltModel:
     return build_model(name, args=args, **settings)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        path if path.stem in RECIPES_IN_THE_SUITE else pytest.param(path, marks=pytest.mark.faults)
+        for path in RECIPES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_recipes_build_their_networks_at_full_size(path: Path) -> None:
     model = load_recipe(str(path)).model
     assert model.name in timm.list_pretrained()

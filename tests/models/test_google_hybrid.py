@@ -106,6 +106,7 @@ def test_rejects_a_representation_layer(checkpoint: str) -> None:
         build_model(checkpoint, args={"pre_logits": True})
 
 
+@pytest.mark.faults  # slow: two networks of 98 million parameters
 def test_defaults_equal_r50_b16() -> None:
     with torch.device("meta"):
         our_model = timm.create_model("vit_hybrid", num_classes=10)

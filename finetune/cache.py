@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from finetune.errors import SetupError, redact_urls
 from finetune.files import describe_file_type
 from finetune.log import logger
 
@@ -31,6 +32,12 @@ _OPEN_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def cache_path(kind: str) -> Path:
     """Return the cache folder for one kind of content, such as `features`; it may not exist yet."""
     if own := os.environ.get("FINETUNE_CACHE"):
+        if "://" in own:
+            raise SetupError(
+                f"FINETUNE_CACHE: '{redact_urls(own)}' is a URL, which is not supported here; give "
+                "a folder",
+                code="setup.not_writable",
+            )
         return Path(os.path.expanduser(own)).absolute() / kind
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(caches)).absolute() / "finetune" / kind

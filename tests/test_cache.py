@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from logs import logging_nothing
+from refusals import refused
 
 from finetune.cache import CacheFolder, UntrustedCacheError, cache_path
 
@@ -43,6 +44,9 @@ def test_cache_path_follows_the_environment(
     monkeypatch.setenv("FINETUNE_CACHE", "~/mine")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_path("a") == tmp_path / "mine" / "a"
+    monkeypatch.setenv("FINETUNE_CACHE", "s3://me:a-password@bucket/x")
+    with refused("setup.not_writable", "s3://***@bucket/x"):
+        cache_path("a")
     monkeypatch.delenv("FINETUNE_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_path("a") == tmp_path / ".cache" / "finetune" / "a"

@@ -18,6 +18,7 @@ from finetune.cli.shared_arguments import (
 )
 from finetune.errors import DataError, redact_urls
 from finetune.log import logger
+from finetune.recipe.paths import check_is_outside
 
 __all__ = ["data"]
 
@@ -126,6 +127,7 @@ def doctor(
     """
     from finetune.doctor.diagnosis import diagnose, format_diagnosis
 
+    check_is_outside(source, Path(out))
     has_findings = Path(out, "doctor.json").exists()
     if not (review and has_findings and not options["weights"]):
         diagnosis = diagnose(source, out=out, **options)

@@ -17,7 +17,12 @@ from finetune.cli.command import CommandResult, command
 from finetune.cli.output import format_nested, format_next_steps, format_results
 from finetune.errors import RecipeError, SetupError, escape_control_chars, redact_urls
 from finetune.log import logger
-from finetune.recipe.paths import check_recipe_or_source, is_data_source, resolve_data_source
+from finetune.recipe.paths import (
+    check_is_outside,
+    check_recipe_or_source,
+    is_data_source,
+    resolve_data_source,
+)
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
@@ -162,6 +167,7 @@ def _train_source(
     from finetune.recipe.load import parse_overrides
 
     resolve_data_source(source)
+    check_is_outside(source, run)
     parse_overrides(overrides)  # before importing torch, which takes seconds
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError(
@@ -222,6 +228,7 @@ def _train_in_minutes(
     _check_search(minutes, patience=parse_overrides(overrides).get("run.patience"))
     if source is not None:
         resolve_data_source(source)
+        check_is_outside(source, run)
     logger.info(f"searching for the best recipe, output in {run}")
     from finetune.commands.tune import tune_source
 

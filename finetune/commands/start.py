@@ -336,7 +336,7 @@ class RecipeBuilder:
             *(__version__, torch.__version__, device.type, self.source.class_names),
             images_keys,
             sorted(override for override in self.overrides if not override.startswith("run.")),
-            [(each.name, each.image_size) for each in candidates],
+            [(each.name, each.image_size, _file_states(each.name)) for each in candidates],
         ]
         return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
 
@@ -565,6 +565,13 @@ def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
         images_per_class=count_images_per_class(split.labels, len(source.class_names)),
         median_side=int(np.median(sides)),
     )
+
+
+def _file_states(name: str) -> list[tuple[str, int, int]]:
+    """Return name, size and mtime of local files of weights, also of a run; none for a name."""
+    path = Path(name.removeprefix("local-dir:")).expanduser()
+    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path] * path.is_file()
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def _choose_val_fraction(source: Source) -> tuple[float, str]:

@@ -25,6 +25,7 @@ from finetune.source_kinds import (
 __all__ = [
     "WEIGHTS_SUFFIXES",
     "check_data_source",
+    "check_is_outside",
     "check_model_name",
     "check_recipe_or_source",
     "check_source_url",
@@ -105,6 +106,25 @@ def check_recipe_or_source(text: str) -> None:
         ) from None
     except (OSError, ValueError):  # reading it gives a better error
         return
+
+
+def check_is_outside(source: str, out: Path) -> None:
+    """Raise RecipeError if an output folder is in the folder of images, where it becomes a class.
+
+    Args:
+        source: the images, as the user typed them.
+        out: the output folder.
+    """
+    kind, path = split_source(source)
+    if kind not in (None, "folder"):
+        return
+    folder = Path(os.path.expanduser(path)).resolve()
+    if folder.is_dir() and folder in out.resolve().parents:
+        raise RecipeError(
+            f"--out: {out} is in the folder of images {path}, where it would become a class; give "
+            "another folder",
+            code="recipe.conflict",
+        )
 
 
 def suggest_path(text: str, *, suffixes: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from finetune.data.source import Split
 from finetune.errors import CheckpointError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.feature_extraction import feature_identity
 from finetune.files import file_sha256
-from finetune.log import logger
+from finetune.log import logger, warn_once
 from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, linear_classifier_names
@@ -310,6 +310,11 @@ def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> 
     teacher_names, own = built.class_names, list(class_names)
     number = int(getattr(built.model, "num_classes", 0) or 0)
     if number == len(own) and teacher_names in (None, own):
+        if teacher_names is None:
+            warn_once(
+                f"distill.teacher: {name} has no class names, so its outputs are taken in the "
+                "order of the classes of the data"
+            )
         return None
     if (
         teacher_names is not None

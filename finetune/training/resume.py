@@ -80,13 +80,15 @@ def start_or_resume(
     is_branch = source is not run
     if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        recorded = record.get("training_keys")
-        changes = changed_training_keys(recorded, setup.recipe) if recorded and resume else {}
-        for key, values in changes.items():
-            logger.warning(
-                f"{run.path}: {key} has changed since the run started ({values}); it had no "
-                "checkpoint, so it starts again with the new value"
-            )
+        if resume and (recorded := record.get("training_keys")):
+            changes = [
+                f"{key} ({values})"
+                for key, values in changed_training_keys(recorded, setup.recipe).items()
+            ]
+            if record.get("split_fingerprints", fingerprints) != fingerprints:
+                changes.append("images or labels")
+            listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
+            logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
         record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:

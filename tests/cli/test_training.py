@@ -145,6 +145,15 @@ WRONG_ARGUMENTS = {
         "train p.tar.gz", "data.wrong_format", "python -m tarfile -e p.tar.gz p", {"p.tar.gz": b""}
     ),
     "start: a mistyped folder": BadInput("start photso", "data.not_found", "'photos'", PHOTOS),
+    "an output in the images": BadInput(
+        "train d --out d/run", "recipe.conflict", "folder of images d", {"d": Path.mkdir}
+    ),
+    "a search in the images": BadInput(
+        "train d --minutes 9 --out d/r/x",
+        "recipe.conflict",
+        "folder of images d",
+        {"d": Path.mkdir},
+    ),
     "start: an image": BadInput("start a.png", "data.wrong_source", "a.png"),
 }
 

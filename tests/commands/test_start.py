@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from logs import logged
 from PIL import Image
 from refusals import refused
@@ -19,7 +20,7 @@ from finetune.cli import main as cli
 from finetune.cli.training import default_run_name
 from finetune.commands import start as start_module
 from finetune.commands import weight_selection
-from finetune.commands.start import StartResult, start
+from finetune.commands.start import RecipeBuilder, StartResult, start
 from finetune.commands.suggested_weights import SuggestedWeights
 from finetune.commands.weight_selection import Candidate, Score
 from finetune.recipe.load import load_recipe, parse_recipe
@@ -306,6 +307,18 @@ class TestSecondStart:
         else:
             monkeypatch.setattr(start_module, "list_candidates", lambda device: [NANO])
         assert not self.started(photos, *overrides)[1]
+
+    def test_local_weights_that_change_are_other_weights(self, photos: str, tmp_path: Path) -> None:
+        builder = RecipeBuilder.open(photos, [])
+        (file := tmp_path / "weights" / "model.safetensors").parent.mkdir()
+
+        def key(content: bytes, name: Path) -> str | None:
+            file.write_bytes(content)
+            candidate = replace(NANO, name=str(name))
+            return builder.choice_key([candidate], torch.device("cpu"))
+
+        for name in (file, file.parent):
+            assert key(b"one", name) != key(b"another", name)
 
     def test_a_damaged_file_is_ignored(
         self, photos: str, findings: Findings, tmp_path: Path

@@ -219,6 +219,16 @@ class TestClasses:
         expected = logged_values(tmp_path / "0", "distill_loss")
         assert logged_values(tmp_path / "1", "distill_loss") == pytest.approx(expected, rel=1e-5)
 
+    def test_teacher_without_class_names_is_said(
+        self, teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        nameless = shutil.copytree(teacher / "model", tmp_path / "other")
+        config = json.loads((nameless / "config.json").read_text())
+        kept = {key: config[key] for key in config if key not in ("checksums", "label_names")}
+        (nameless / "config.json").write_text(json.dumps(kept))
+        train(make_recipe(nameless, "optim.steps=1", "run.test=false"), tmp_path / "run")
+        assert "has no class names, so its outputs are taken in the order" in caplog.text
+
     def test_teacher_with_other_classes_is_refused(self, teacher: Path, tmp_path: Path) -> None:
         for names in ("abcdefghij", "0123456788"):
             other = save_network(tmp_path / names, build_model(str(teacher)), list(names))

@@ -67,13 +67,22 @@ def test_run_without_checkpoint_restarts_and_one_with_needs_resume(run: RunDir) 
 def test_a_run_without_checkpoint_says_what_has_changed(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for resume in (False, True):
-        start(run, make_setup())
-        caplog.clear()
-        assert start(run, make_setup("optim.lr=2e-3"), resume=resume) == 0
-        assert [line.partition(" (")[0] for line in caplog.messages] == [
-            f"{run.path}: optim.lr has changed since the run started"
-        ] * resume
+    start(run, make_setup(), resume=True)
+    assert not caplog.messages
+    start(run, make_setup(), resume=True)
+    assert caplog.messages == [f"{run.path}: has no checkpoint, so it starts again"]
+    caplog.clear()
+    assert start(run, make_setup("optim.lr=2e-3", "data.val_fraction=0.3"), resume=True) == 0
+    (line,) = caplog.messages
+    for change in (
+        "optim.lr (the run has 0.003, now 0.002)",
+        "data.val_fraction",
+        "images or labels",
+    ):
+        assert change in line
+    caplog.clear()
+    start(run, make_setup())
+    assert not caplog.messages
 
 
 def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> None:

@@ -316,6 +316,7 @@ def test_interrupted_plan_continues_where_it_stopped(
         return real_train(recipe, out, resume=resume, keep_process_group=keep_process_group)
 
     monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr(experiments, "gc", SimpleNamespace(collect=lambda: 0))
     text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001, 0.01]")
     Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))
     with pytest.raises(FinetuneError, match="power"):

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -562,7 +563,7 @@ NUM_TEST = 14  # images; no other split has as many
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Noise images of two classes, with a test split."""
     root, rng = tmp_path_factory.mktemp("tune") / "photos", np.random.default_rng(0)
-    for split, count in (("train", 40), ("test", NUM_TEST // 2)):
+    for split, count in (("train", 20), ("test", NUM_TEST // 2)):
         for shade, name in enumerate(("cats", "dogs")):
             (root / split / name).mkdir(parents=True)
             for index in range(count):
@@ -575,7 +576,13 @@ SHORT = ("model.name=embedded:vit_nano", "optim.epochs=2", "run.precision=fp32")
 
 
 @pytest.fixture
-def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the garbage collection of objects from other tests."""
+    monkeypatch.setattr(tune, "gc", SimpleNamespace(collect=lambda: 0))
+
+
+@pytest.fixture
+def two_members(no_collection: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe of `finetune train`, of the classifier, and two others.
 
     The choice of the first one measures times, so a busy machine would choose another one.
@@ -641,7 +648,7 @@ class TestRuns:
         for _ in range(2):  # the second call finds all steps done
             progress = tune.train_until(recipe, tmp_path / "run", lambda *_: False)
         assert progress.curve[-1].step == 4
-        assert (progress.num_steps, progress.num_images) == (4, 16)
+        assert (progress.num_steps, progress.num_images) == (4, 8)
         assert not (tmp_path / "run" / "results.json").exists()
         assert read_record(RunDir(tmp_path / "run"))["status"] == "stopped (0)"
 
@@ -657,7 +664,7 @@ def load_recipe_for(photos: Path) -> Recipe:
 
 
 @pytest.fixture
-def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tuned(no_collection: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe of a tiny network with a section `tune` of two other configurations."""
     monkeypatch.setattr(tune, "TRIAL_SECONDS", 0.1)
     path = tmp_path / "digits.yaml"

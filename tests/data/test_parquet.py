@@ -333,6 +333,7 @@ def test_hub_error_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         open_source("hub:a/b")
 
 
+@pytest.mark.faults  # slow: a new process imports torch
 def test_opens_a_dataset_without_importing_pandas(tmp_path: Path) -> None:
     """Importing pandas takes as long as the rest of opening a dataset."""
     write_parquet(tmp_path / "rows" / "train.parquet", [0, 1] * 6)

@@ -65,8 +65,8 @@ def test_copies_of_each_kind_are_found() -> None:
 
 
 def test_digits_without_copies_are_no_duplicates() -> None:
-    groups, wrong = find(DIGITS)
-    assert sum(map(len, groups)) <= 0.01 * len(DIGITS)
+    groups, wrong = find(DIGITS[:400])
+    assert sum(map(len, groups)) <= 4
     assert len(groups) - wrong.sum() <= 1
 
 
@@ -92,7 +92,7 @@ def test_simple_images_are_alike_by_chance() -> None:
     """Blobs differ in position and size only, so many are near to another one."""
     rng, grid = np.random.default_rng(0), np.arange(8)
     images = []
-    for _ in range(400):
+    for _ in range(300):
         x, y, radius = rng.uniform((2, 2, 1), (5, 5, 2))
         blob = np.exp(-((grid - x) ** 2 + (grid[:, None] - y) ** 2) / radius**2)
         images.append(Image.fromarray((250 * blob).astype(np.uint8)))

@@ -108,7 +108,10 @@ def check_same_training(actual: Path, reference: Path, *, tolerance: float = 1e-
     "overrides",
     [
         ["optim.ema_decay=0.9", "data.micro_batch=16", "optim.label_smoothing=0.1"],
-        ["model.args.drop_rate=0.3", "optim.clip_norm=0.1", "model.head_init=default"],
+        pytest.param(
+            ["model.args.drop_rate=0.3", "optim.clip_norm=0.1", "model.head_init=default"],
+            marks=pytest.mark.faults,
+        ),
         # at the images' native size; otherwise training resizes in bf16 and features in float32
         ["run.precision=bf16", "model.image_size=8", "model.args.patch_size=2"],
     ],

@@ -102,6 +102,7 @@ def test_two_ranks_give_the_losses_of_one(
     )
 
 
+@pytest.mark.faults  # test_frozen_backbone.py compares one-label runs
 def test_training_on_features_matches_training_on_images(tmp_path: Path) -> None:
     overrides = ["model.freeze=backbone", "data.sampling=class_balanced"]
     overrides += ["optim.class_weights={'9': 3}", "optim.steps=4"]

@@ -109,7 +109,7 @@ def test_two_ranks_give_the_losses_of_one(run_without_dropout: Path, tmp_path: P
         torch.testing.assert_close(two[key], tensor, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # tests/models/test_lora.py checks the gradients
 def test_grad_checkpointing_and_micro_batches_change_no_loss(
     run_without_dropout: Path, tmp_path: Path
 ) -> None:

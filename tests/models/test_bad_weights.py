@@ -39,7 +39,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change into a folder with a small network, an image and the predictions of an earlier run."""
     write_timm_folder(tmp_path / "net")
     Image.new("RGB", (32, 32), (9, 90, 200)).save(tmp_path / "a.png")
-    (tmp_path / "kept.csv").write_text("path\nkept\n")
+    (tmp_path / "kept.csv").write_text("path,error\nkept,\n")
     monkeypatch.chdir(tmp_path)
 
 

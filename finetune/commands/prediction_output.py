@@ -108,7 +108,7 @@ def check_holds_predictions(path: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        head = file.readline(10_000)
+        head = file.readline(1 << 20)  # the columns of a thousand predictions have 25 kB
     # as `open_prediction_writer` begins a file
     is_csv = head.startswith(b"path,") and head.rstrip().endswith(b",error")
     if head and not (is_csv or head.startswith(b'{"path": ')):

@@ -240,11 +240,12 @@ def _warn_of_missing_numbers(path: str, files: Iterable[Path]) -> None:
         if match := re.fullmatch(r"(.*?)(\d+)", str(file.with_suffix(""))):
             numbers.setdefault((match[1], len(match[2])), set()).add(int(match[2]))
     for (start, width), found in numbers.items():
-        missing = sorted({*range(min(found), max(found))} - found)
-        if missing and len(missing) < len(found):
+        num_missing = max(found) - min(found) + 1 - len(found)
+        if 0 < num_missing < len(found):  # otherwise dates, for example
+            first = next(number for number in range(min(found), max(found)) if number not in found)
             warn_once(
-                f"tar:{path}: {pluralize(len(missing), 'number is', 'numbers are')} missing, for "
-                f"example {printable_path(start)}{missing[0]:0{width}}.tar"
+                f"tar:{path}: {pluralize(num_missing, 'number is', 'numbers are')} missing, for "
+                f"example {printable_path(start)}{first:0{width}}.tar"
             )
 
 

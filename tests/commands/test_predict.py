@@ -551,6 +551,10 @@ def test_only_predictions_are_overwritten(model: Path, tmp_path: Path, name: str
     (tmp_path / name).write_bytes(b"")
     for _ in range(2):
         predict(str(model), [str(tmp_path)], out=tmp_path / name)
+    if name == "labels.csv":  # the columns of 1,000 predictions
+        names = [f"label_{number},confidence_{number}" for number in range(1000)]
+        (tmp_path / name).write_text(f"path,{','.join(names)},error\n")
+        predict(str(model), [str(tmp_path)], out=tmp_path / name)
 
 
 def test_warns_of_classes_with_the_same_name(

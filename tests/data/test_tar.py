@@ -95,6 +95,16 @@ def test_warns_of_a_missing_number(
     assert "set-train-0001.tar" in caplog.messages[0]
 
 
+def test_numbers_that_do_not_count_shards_are_no_gap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(write_tar_shards(tmp_path / "d"))
+    for old, new in (("0000", "1700000000"), ("0001", "1800000000"), ("0002", "9900000000")):
+        (folder / f"set-train-{old}.tar").rename(folder / f"set-train-{new}.tar")
+    open_source(f"tar:{folder}")
+    assert not caplog.messages
+
+
 def test_expands_braces() -> None:
     for pattern, names in (
         ("a{08..10}.tar", ["a08.tar", "a09.tar", "a10.tar"]),

@@ -84,7 +84,7 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     recipe = validate_document(document, Recipe)
     check_source_url(recipe.data.source)  # before anything logs or stores it
     # YAML folds and quotes some strings, so that a secret in them differs
-    values = "\n\n".join(_find_strings(recipe.model_dump(mode="json")))
+    values = "\n\n".join(_find_strings(recipe.redacted().model_dump(mode="json")))
     if holds_secret(f"{recipe.to_yaml()}{recipe.tune}\n\n{values}"):
         raise RecipeError(
             f"{name}: contains a token or password, which the run directory would store and a push "

@@ -51,6 +51,14 @@ class TestLoading:
         with refused("recipe.holds_secret", "recipe"):
             parse_recipe(BASE_RECIPE, overrides=[f"run.note={json.dumps(secret)}"])
 
+    def test_a_signature_in_the_url_of_the_data_is_no_secret_of_the_recipe(self) -> None:
+        source = "tar:https://me:hunter2hunter2@host/x.tar?X-Amz-Signature=0a1b2c3d4e5f"
+        recipe = parse_recipe(BASE_RECIPE, overrides=[f"data.source={source}"])
+        assert recipe.data.source == source
+        assert "hunter2" not in recipe.to_yaml()
+        with refused("recipe.holds_secret", "recipe"):
+            parse_recipe(BASE_RECIPE, overrides=[f"run.note={source}"])
+
     def test_recipe_is_frozen(self) -> None:
         recipe = parse_recipe(BASE_RECIPE)
         with pytest.raises(ValidationError, match="frozen"):

@@ -368,6 +368,8 @@ class RunDir:
     def verify_checkpoint(self, step: int) -> str | None:
         """Check that a checkpoint is intact and of this run. Returns: the problem, or None."""
         folder = self.checkpoint_folder(step)
+        if not folder.is_dir():
+            return f"{folder}: the folder is missing"
         try:
             manifest = load_json(folder / MANIFEST)
             files = manifest["files"]
@@ -383,6 +385,9 @@ class RunDir:
                     return f"{path}: {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
                 if file_sha256(path) != entry["sha256"]:
                     return f"{path}: its sha256 differs from the manifest"
+            for path in folder.iterdir():  # an added ema.safetensors would be used
+                if path.suffix in (".safetensors", ".json") and path.name not in (*files, MANIFEST):
+                    return f"{path}: is not in the manifest"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / MANIFEST}: {type(error).__name__}: {error}"
         return None

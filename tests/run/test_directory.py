@@ -151,6 +151,12 @@ def test_checkpoints_are_listed_in_order_and_verified(run: RunDir) -> None:
     assert run.newest_intact_step() == 200
     run.prune_checkpoints({10, 200})
     assert run.checkpoint_steps() == [10, 200]
+    added = run.checkpoint_folder(200) / "ema.safetensors"  # evaluation would use it
+    added.write_bytes(b"")
+    assert run.verify_checkpoint(200) == f"{added}: is not in the manifest"
+    added.rename(added.with_name(".DS_Store"))
+    assert run.verify_checkpoint(200) is None
+    assert run.verify_checkpoint(30) == f"{run.checkpoint_folder(30)}: the folder is missing"
 
 
 def test_files_and_symlinks_named_like_checkpoints_are_removed(run: RunDir, tmp_path: Path) -> None:

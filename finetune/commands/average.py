@@ -332,11 +332,18 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
     networks = [record.get("plan", {}).get("architecture") for record in records]
     paths = f"{other.run.path} and {first.run.path}"
     args = [record.get("network") for record in records]
+    fingerprints = [record.get("split_fingerprints", {}) for record in records]
+    if fingerprints[0].get("classes") != fingerprints[1].get("classes"):
+        counts = [record.get("plan", {}).get("classes") for record in records]
+        raise DataError(
+            f"{paths}: the runs have different classes, or another order of them ({counts[1]} and "
+            f"{counts[0]} classes); give runs of the same classes",
+            code="data.split_mismatch",
+        )
     if shapes[0] != shapes[1] or networks[0] != networks[1] or args[0] != args[1]:
         raise WeightsError(
             f"{paths}: the runs differ in architecture ({networks[1]}, {networks[0]}), its "
-            "arguments or tensor shapes, for example in the number of classes; give runs of the "
-            "same architecture and classes",
+            "arguments or tensor shapes; give runs of the same architecture",
             code="weights.wrong_shape",
         )
     if origins[0] != origins[1]:
@@ -345,7 +352,6 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
             "meaningful; give runs that started from the same weights",
             code="weights.wrong_version",
         )
-    fingerprints = [record.get("split_fingerprints", {}) for record in records]
     models = [member.run.model_folder for member in (first, other)]
     configs = [read_timm_config(model / "config.json", str(model)).config for model in models]
     validation_settings = [
@@ -355,7 +361,7 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
     both_tested = all("test" in each for each in fingerprints)
     if validation_settings[0] != validation_settings[1] or any(
         fingerprints[0].get(name) != fingerprints[1].get(name)
-        for name in ("val", "classes", *(["test"] if both_tested else []))
+        for name in ("val", *(["test"] if both_tested else []))
     ):
         raise DataError(
             f"{paths}: the runs used different validation or test images or preprocessing, so one "

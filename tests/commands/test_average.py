@@ -283,7 +283,7 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
         average_runs([a, str(tmp_path / "mean")], out=out)
     train(finetune_recipe(base, "data.classes=['1', '2']", "data.num_train=90", "optim.steps=1",
                 "data.num_test=20"), tmp_path / "two")  # fmt: skip
-    with refused("weights.wrong_shape", tmp_path / "two", a):
+    with refused("data.split_mismatch", tmp_path / "two", a, "2 and 10 classes"):
         average_runs([a, str(tmp_path / "two")], out=out)
     train(finetune_recipe(runs / "b" / "model", "optim.steps=1"), tmp_path / "other")
     with refused("weights.wrong_version", tmp_path / "other"):

@@ -1,11 +1,13 @@
 """How good is the choice of `finetune train FOLDER --minutes N`, compared with other searches?
 
-    python benchmarks/tune_regret.py plan PLAN FOLDER... [--random N] [--overrides KEY=VALUE...]
+    python benchmarks/tune_regret.py plan PLAN FOLDER... [--random N] [--max-seconds S]
+        [--overrides KEY=VALUE...]
     python benchmarks/tune_regret.py record TABLE PLAN [--processes N]
     python benchmarks/tune_regret.py replay TABLE [--budget RUNS] [--seeds N]
 
 `plan` writes the recipes of the portfolio and of N random configurations for each FOLDER, which has
-the splits train and test, with the cost that the search estimates for each on this machine.
+the splits train and test, with the cost that the search estimates for each on this machine. Their
+epochs are limited to S seconds of training, those of the first recipe too.
 
 `record` trains them, perhaps on another machine, in parallel processes. It appends a line per run
 to TABLE: its validation curve, its estimated cost, its test accuracy, and the sha256 of its
@@ -23,11 +25,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,7 @@ def main() -> None:
     plan_parser.add_argument("plan", type=Path)
     plan_parser.add_argument("folders", nargs="+")
     plan_parser.add_argument("--random", type=int, default=30, metavar="N")
+    plan_parser.add_argument("--max-seconds", type=float, default=math.inf, metavar="S")
     plan_parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE")
     record_parser = commands.add_parser("record")
     record_parser.add_argument("table", type=Path)
@@ -67,7 +72,9 @@ def main() -> None:
     replay_parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.command == "plan":
-        plan(arguments.plan, arguments.folders, arguments.overrides, num_random=arguments.random)
+        members = (*PORTFOLIO, *random_members(arguments.random))
+        starts = [start.start(each, overrides=arguments.overrides) for each in arguments.folders]
+        write_plan(arguments.plan, starts, members, max_seconds=arguments.max_seconds)
     elif arguments.command == "record":
         record(arguments.table, read_table(arguments.plan), num_processes=arguments.processes)
     else:
@@ -97,13 +104,23 @@ def random_members(count: int) -> list[Member]:
     return members
 
 
-def plan(path: Path, folders: Sequence[str], overrides: Sequence[str], *, num_random: int) -> None:
+def write_plan(
+    path: Path,
+    starts: Sequence[start.StartResult],
+    members: Sequence[Member],
+    *,
+    max_seconds: float,
+) -> None:
     """Write all configurations of each folder: the first of each, then the second, and so on."""
-    members = (*PORTFOLIO, *random_members(num_random))
     rows: list[list[Row]] = []
-    for folder in folders:
-        trials = build_trials(start.start(folder, overrides=overrides), members)
-        task = Path(folder).name
+    for created in starts:
+        task, choice = Path(created.builder.source.name).name, created.choice
+        if not choice.frozen and choice.seconds is not None:
+            epochs = max(1, round(min(1, max_seconds / choice.seconds) * choice.epochs))
+            seconds = choice.seconds * epochs / choice.epochs
+            choice = replace(choice, epochs=epochs, seconds=seconds)
+        limited = replace(created, choice=choice)
+        trials = build_trials(limited, members, max_seconds=max_seconds)
         rows.append([{"task": task, "number": i, **vars(t)} for i, t in enumerate(trials)])
     with path.open("w", encoding="utf-8") as file:
         for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
@@ -183,7 +200,7 @@ class RecordedRuns:
                 break
         curve = [Point(*point) for point in row["curve"] if point[0] <= done]
         train_seconds = done * (seconds - start_seconds) / num_steps
-        return Progress(num_steps, row["num_images"], curve, train_seconds, "")
+        return Progress(num_steps, row["num_images"], curve, train_seconds, {})
 
 
 def search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int) -> float:

@@ -76,7 +76,7 @@ class Trial:
     curve: list[Point] = field(default_factory=list)  # the evaluations so far
     num_steps: int = 0  # of the whole run; 0 before it has started
     num_images: int = 0  # of the validation split
-    data_fingerprint: str = ""  # of its images and labels; empty before it has started
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of images, weights and so on
     seconds: float = 0.0  # spent on it
     start_seconds: float = 0.0  # before the first step, including features and stages
     step_seconds: float = 0.0  # of a step, including evaluations

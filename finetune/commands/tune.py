@@ -19,7 +19,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,17 @@ from finetune.errors import (
 )
 from finetune.files import remove_path
 from finetune.formatting import format_duration, format_percent, pluralize
-from finetune.log import logger, only_warnings
+from finetune.log import logger, only_warnings, warn_once
 from finetune.model_checksums import json_sha256
-from finetune.recipe.load import parse_recipe
+from finetune.recipe.load import parse_overrides, parse_recipe
 from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys
 from finetune.report.search_page import write_search_page
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
 from finetune.run.integrity import load_json
 from finetune.run.record import read_record
+from finetune.run.schema import RunRecord
 from finetune.training.train import train
 
 __all__ = [
@@ -84,6 +86,7 @@ _TRIAL_OVERRIDES = (
     *("run.push_to=null", "run.push_private=false", "run.trackers=[]"),
     "run.keep_checkpoints=1",
 )
+_DATA, _SHARD_TIMES = "images or labels", "times of the shards"  # names of inputs
 _SEARCH = TypeAdapter(Search)
 
 
@@ -115,7 +118,11 @@ def tune_source(
     Raises: RecipeError if the time is too short, or the search in `out` is another one.
     """
     started = time.perf_counter() - seconds_before
-    search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides)
+    if source is None:  # the address with its password or signature, to continue a search
+        source = parse_overrides(overrides).get("data.source")
+        overrides = [each for each in overrides if not each.startswith("data.source=")]
+    source = source and resolve_data_source(source)
+    search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides, source=source)
     if search is None:
         assert source is not None, "there is a search to continue"
         assert minutes is not None, "there is a search to continue"
@@ -123,8 +130,7 @@ def tune_source(
         used = time.perf_counter() - started
         search = _make_search(created, minutes=minutes, overrides=overrides, used_seconds=used)
         write_start_files(created, out)
-    secret = _secret_override(source and resolve_data_source(source))
-    return tune(search, out, source_overrides=secret)
+    return tune(search, out, source_overrides=_secret_override(source))
 
 
 def tune_recipe(
@@ -213,6 +219,7 @@ def _open_search(
     resume: bool,
     minutes: float | None,
     overrides: Sequence[str],
+    source: str | None = None,
     recipe: Recipe | None = None,
 ) -> Search | None:
     """Return the search to continue; None to start one.
@@ -227,7 +234,10 @@ def _open_search(
         return None
     search = read_search(out)
     redacted = list(map(redact_urls, overrides))
-    if minutes not in (None, search.minutes):
+    own_source = parse_recipe(search.trials[0].recipe, name=SEARCH_FILE).data.source
+    if source is not None and redact_urls(source) != own_source:
+        difference = f"{redact_urls(source)}: the search in {out} has {own_source}"
+    elif minutes not in (None, search.minutes):
         difference = f"--minutes {minutes:g}: the search in {out} has {search.minutes:g} minutes"
     elif overrides and redacted != search.overrides:
         difference = (
@@ -237,11 +247,36 @@ def _open_search(
     elif recipe and (recipe.tune, recipe.to_yaml()) != (search.space, search.trials[0].recipe):
         difference = f"the recipe or its values have changed: the search in {out} has others"
     else:
+        _check_trial_folders(search, out)
         return search
     raise RecipeError(
         f"{difference}; continue it: {resume_command(out)}, or search in another --out",
         code="recipe.not_this_run",
     )
+
+
+def _check_trial_folders(search: Search, out: Path) -> None:
+    """Raise CheckpointError unless the trials that may continue are those of tune.json."""
+    for trial in search.trials:
+        if not trial.curve or (trial.end_reason and trial.name != search.chosen):
+            continue
+        folder = out / "trials" / trial.name
+        record = read_record(RunDir(folder))
+        if not record:
+            problem = "is missing, so the search cannot continue"
+        else:
+            recipe = parse_recipe(trial.recipe, name=trial.name, overrides=_TRIAL_OVERRIDES)
+            changed = set(changed_training_keys(record.get("training_keys", {}), recipe))
+            changed -= set(LOCATION_KEYS)
+            inputs = _read_inputs(recipe, record)
+            changed |= {name for name in inputs if inputs[name] != trial.inputs.get(name)}
+            changed -= {_SHARD_TIMES}  # they are newer in the folder after a kill
+            problem = f"differs from {SEARCH_FILE} ({', '.join(sorted(changed))})" * bool(changed)
+        if problem:
+            raise CheckpointError(
+                f"{folder}: {problem}; restore both from a copy, or search in another --out",
+                code="checkpoint.damaged",
+            )
 
 
 def _make_search(
@@ -320,7 +355,7 @@ class Progress:
     num_images: int
     curve: list[Point]
     train_seconds: float  # of all steps so far, without evaluations
-    data_fingerprint: str  # that of run.json
+    inputs: dict[str, str]  # see `_read_inputs`
 
 
 TrainUntil = Callable[[Recipe, Path, Callable[[int, int], bool]], Progress]
@@ -338,8 +373,22 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
     lines = [line for line in run.read_metrics() if line["split"] == "val"]
     curve = [Point(line["step"], line.get(metric) or 0.0, line["loss"]) for line in lines]
     train_seconds = lines[-1]["seconds"] if lines else 0.0
-    num_images, fingerprint = plan["images"]["val"], record["data_fingerprint"]
-    return Progress(plan["steps"], num_images, curve, train_seconds, fingerprint)
+    inputs = _read_inputs(recipe, record)
+    return Progress(plan["steps"], plan["images"]["val"], curve, train_seconds, inputs)
+
+
+def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
+    """Return a hash of everything that a run was trained on, by its name for users."""
+    classes = record["split_fingerprints"].get("classes")
+    inputs = {_DATA: json_sha256({**record["whole_fingerprints"], "classes": classes})}
+    if sha256 := record.get("weights_sha256"):
+        inputs[f"the pretrained weights {recipe.model.name}"] = sha256
+    if teacher := record.get("teacher"):
+        keys = ("sha256", "config_sha256")
+        inputs["the weights of the teacher"] = json_sha256({key: teacher.get(key) for key in keys})
+    if times := record.get("shard_times"):
+        inputs[_SHARD_TIMES] = json_sha256(times)
+    return inputs
 
 
 def run_search(
@@ -404,10 +453,6 @@ def _remove_weights(folder: Path) -> None:
         for name in ("stages", "model"):
             if (folder / name).exists():
                 remove_path(folder / name)
-
-
-def _split_seed(trial: Trial) -> int | None:
-    return parse_recipe(trial.recipe, name=trial.name).data.split_seed
 
 
 @dataclass
@@ -494,8 +539,8 @@ class _Session:
             trial.end_reason = f"failed: {str(error).splitlines()[0]}"
             logger.warning(f"{trial.name} {trial.end_reason}")
         else:
-            self._check_same_data(trial, reached.data_fingerprint)
-            trial.data_fingerprint = reached.data_fingerprint
+            self._check_same_inputs(trial, reached.inputs)
+            trial.inputs = reached.inputs
             trial.curve, trial.num_steps = reached.curve, reached.num_steps
             trial.num_images, trial.last_step = reached.num_images, trial.step
             if trial.step > first_step:
@@ -509,18 +554,25 @@ class _Session:
         decision.done = True
         self.save()
 
-    def _check_same_data(self, trial: Trial, fingerprint: str) -> None:
-        """Raise DataError unless a trial has the images of all other trials of its split."""
-        split_seed = _split_seed(trial)
+    def _check_same_inputs(self, trial: Trial, inputs: Mapping[str, str]) -> None:
+        """Raise DataError or WeightsError unless all trials have the same images and weights."""
         for other in self.search.trials:
-            is_known = other.data_fingerprint not in ("", fingerprint)
-            if is_known and _split_seed(other) == split_seed:
-                raise DataError(
-                    f"{self.search.source}: images or labels have changed since trial "
-                    f"{other.name}, so {trial.name} cannot be compared with it; restore them, "
-                    f"remove {self._trial_folder(trial)}, then {resume_command(self.run.path)}, or "
+            changed = [
+                name for name in inputs if other.inputs.get(name, inputs[name]) != inputs[name]
+            ]
+            if changed == [_SHARD_TIMES]:
+                warn_once(
+                    f"{self.search.source}: shards were written or copied after trial "
+                    f"{other.name}; their images were not compared"
+                )
+            elif changed:
+                is_data = changed[0] == _DATA
+                raise (DataError if is_data else WeightsError)(
+                    f"{self.search.source}: {changed[0]} have changed since trial {other.name}, so "
+                    f"{trial.name} cannot be compared with it; restore them, remove "
+                    f"{self._trial_folder(trial)}, then {resume_command(self.run.path)}, or "
                     "search in another --out",
-                    code="data.changed",
+                    code="data.changed" if is_data else "weights.wrong_version",
                 )
 
     def _format_progress(self, decision: Decision) -> str:

@@ -77,7 +77,7 @@ class Machine:
     fail: dict[str, Exception] = field(default_factory=dict)
     num_images: int = 1000
     start_seconds: float = 2.0
-    data_fingerprint: str = "images"
+    inputs: dict[str, str] = field(default_factory=lambda: {"images or labels": "a"})
     now: float = 0.0
     trained: dict[str, list[int]] = field(default_factory=dict)
 
@@ -113,7 +113,7 @@ class Machine:
             for each in range(EPOCH, step + 1, EPOCH)
         ]
         train_seconds = step * self.step_seconds.get(base, 1.0)
-        return Progress(num_steps, self.num_images, curve, train_seconds, self.data_fingerprint)
+        return Progress(num_steps, self.num_images, curve, train_seconds, self.inputs)
 
     def run(self, search: Search, folder: Path) -> Trial:
         return run_search(search, folder, clock=self.clock, train_until=self.train_until)
@@ -397,11 +397,26 @@ class TestKills:
         with pytest.raises(Killed):
             Machine(kill_at=140.0).run(make_search(), tmp_path)
         search = read_search(tmp_path)
-        assert [trial.name for trial in search.trials if trial.data_fingerprint] == ["start", "a"]
+        assert [trial.name for trial in search.trials if trial.inputs] == ["start", "a"]
         with refused("data.changed", "photos", "start", tmp_path / "trials" / "b", "--resume"):
-            Machine(data_fingerprint="other").run(search, tmp_path)
+            Machine(inputs={"images or labels": "b"}).run(search, tmp_path)
         shutil.rmtree(tmp_path / "trials" / "b")
         assert Machine({"b": 0.9}).run(read_search(tmp_path), tmp_path).name == "b"
+
+    def test_trials_with_other_weights_are_refused(self, tmp_path: Path) -> None:
+        name = "the pretrained weights net"
+        with pytest.raises(Killed):
+            Machine(kill_at=140.0, inputs={name: "a"}).run(make_search(), tmp_path)
+        with refused("weights.wrong_version", f"{name} have changed since trial start"):
+            Machine(inputs={name: "b"}).run(read_search(tmp_path), tmp_path)
+
+    def test_copied_shards_are_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with pytest.raises(Killed):
+            Machine(kill_at=140.0, inputs={"times of the shards": "a"}).run(make_search(), tmp_path)
+        Machine(inputs={"times of the shards": "b"}).run(read_search(tmp_path), tmp_path)
+        assert caplog.text.count("shards were written or copied after trial start") == 1
 
     def test_two_searches_in_one_folder_are_refused(self, tmp_path: Path) -> None:
         search = make_search("start a")
@@ -638,6 +653,24 @@ class TestRuns:
             tune.tune_source(str(photos), out, minutes=20, resume=True)
         with refused("recipe.not_this_run", "optim.lr=1"):
             tune.tune_source(str(photos), out, minutes=30, resume=True, overrides=["optim.lr=1"])
+        other = Path(shutil.copytree(photos, tmp_path / "other"))
+        with refused("recipe.not_this_run", other, f"the search in {out} has", photos):
+            tune.tune_source(str(other), out, minutes=30, resume=True)
+
+        # trials of another search, or none
+        folder = out / "trials" / search.chosen
+        record = json.loads((folder / "run.json").read_text())
+        optim = {**record["training_keys"]["optim"], "lr": 7}
+        for changes, name in (
+            ({"training_keys": {**record["training_keys"], "optim": optim}}, "optim.lr"),
+            ({"whole_fingerprints": {"train": "0" * 64}}, "images or labels"),
+        ):
+            (folder / "run.json").write_text(json.dumps({**record, **changes}))
+            with refused("checkpoint.damaged", folder, "differs from tune.json", name):
+                tune.tune_source(None, out, minutes=None, resume=True)
+        shutil.rmtree(folder)
+        with refused("checkpoint.damaged", folder, "is missing"):
+            tune.tune_source(None, out, minutes=None, resume=True)
 
     def test_a_paused_run_is_not_evaluated_on_the_test_split(
         self, photos: Path, tmp_path: Path

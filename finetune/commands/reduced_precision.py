@@ -30,7 +30,8 @@ from finetune.errors import DataError, RecipeError, WeightsError
 from finetune.evaluation.paired import compare_correct, paired_interval
 from finetune.formatting import pluralize
 from finetune.progress import item_bar
-from finetune.run.record import load_run_recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import load_run_recipe, read_record
 
 __all__ = [
     "ReducedPrecision",
@@ -95,6 +96,13 @@ def open_reduced_precision(
             f"--{kind}: {recipe.data.source} has no validation images to measure the accuracy on; "
             "train with data.val_fraction above 0",
             code="data.no_split",
+        )
+    classes = read_record(RunDir(model)).get("split_fingerprints", {}).get("classes")
+    if classes not in (None, source.classes_fingerprint):
+        raise DataError(
+            f"{source.name}: its classes, or their order, have changed since the run {model}, so "
+            f"--{kind} cannot measure the accuracy; restore the names of the class folders",
+            code="data.changed",
         )
     warn_if_changed(model, source, "val")
     warn_of_training_images(model, recipe, source, "val")

@@ -222,6 +222,15 @@ def test_run_without_validation_images_is_refused(digits_run: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_whose_classes_have_changed_is_refused(digits_run: Path, tmp_path: Path) -> None:
+    run = with_outliers(digits_run, tmp_path / "run", 0)
+    record = json.loads((run / "run.json").read_text())
+    record["split_fingerprints"] = {"classes": "0" * 64}
+    (run / "run.json").write_text(json.dumps(record))
+    with refused("data.changed", "classes, or their order", run, "--int8"):
+        export_model(str(run), out=str(tmp_path / "out"), precision="int8")
+
+
 def test_unfit_validation_images_are_reported(
     tmp_path: Path, no_plots: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

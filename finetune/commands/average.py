@@ -34,7 +34,12 @@ from finetune.publish.push_checks import is_run_dir
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
-from finetune.run.record import describe_split_decisions, load_run_recipe, read_record
+from finetune.run.record import (
+    describe_split_decisions,
+    load_run_recipe,
+    read_record,
+    warn_of_copied_shards,
+)
 from finetune.run.schema import RunRecord
 from finetune.training.accelerator import create_run_accelerator, run_on_main
 from finetune.training.compile import choose_kernels
@@ -398,6 +403,7 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
                 f"since the run {first.run.path}; restore them",
                 code="data.changed",
             )
+    warn_of_copied_shards(first.record, setup.source)
     check_same_weights(first.run, setup, first.record)
 
 

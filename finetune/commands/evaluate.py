@@ -58,7 +58,12 @@ from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
 from finetune.run.directory import RunDir, format_json
-from finetune.run.record import describe_split_decisions, load_run_recipe, read_record
+from finetune.run.record import (
+    describe_split_decisions,
+    load_run_recipe,
+    read_record,
+    warn_of_copied_shards,
+)
 from finetune.training.accelerator import create_run_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader
@@ -355,7 +360,8 @@ def warn_if_changed(run: str, source: Source, split: str, *, is_main: bool = Tru
         is_main: False to warn in another process.
     Returns: True if it has changed.
     """
-    recorded = read_record(RunDir(run)).get("split_fingerprints", {})
+    record = read_record(RunDir(run))
+    recorded = record.get("split_fingerprints", {})
     current = {split: source.splits[split].fingerprint, "classes": source.classes_fingerprint}
     has_changed = any(recorded.get(name, sha256) != sha256 for name, sha256 in current.items())
     if has_changed and is_main:
@@ -363,6 +369,8 @@ def warn_if_changed(run: str, source: Source, split: str, *, is_main: bool = Tru
             f"{source.name}: images, labels or classes of '{split}' have changed since the run "
             f"{run}; the metrics in its results.json are those of the old ones"
         )
+    elif is_main:
+        warn_of_copied_shards(record, source, names=[split])
     return has_changed
 
 

@@ -168,6 +168,16 @@ class Split:
             return None
         return hashlib.sha256(self.fingerprint.encode() + signatures.tobytes()).hexdigest()
 
+    def shard_times(self) -> str | None:
+        """Return a hash of the mtimes and ctimes of local shards; None unless they are streamed.
+
+        The fingerprint of a streamed split does not cover the content of its images.
+        """
+        if not self.is_streamed:
+            return None
+        times = self.images.stat_signatures(self.image_rows)[:, 3:]
+        return hashlib.sha256(times.tobytes()).hexdigest()
+
 
 @dataclass(frozen=True, eq=False)
 class Source:

@@ -141,7 +141,8 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
         return None, f"Images are not shown: the data no longer has a {split_title} split."
     split = source.splits[name]
     recorded = run.record.get("split_fingerprints", {}).get(name)
-    if recorded is not None and recorded != split.fingerprint:
+    times = run.record.get("shard_times", {}).get(name)
+    if recorded not in (None, split.fingerprint) or times not in (None, split.shard_times()):
         return None, "Images are not shown: the data has changed since the run."
     return split, ""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from finetune.errors import CheckpointError, FinetuneError, Interrupted, SetupError
 from finetune.formatting import format_percent, format_short_count, pluralize
-from finetune.log import warn_once
+from finetune.log import logger, warn_once
 from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import (
@@ -20,6 +20,9 @@ from finetune.recipe.training_keys import (
 )
 from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
+
+if TYPE_CHECKING:
+    from finetune.data.source import Source
 
 __all__ = [
     "describe_changed_metrics",
@@ -32,7 +35,9 @@ __all__ = [
     "read_recipe",
     "read_record",
     "record_status",
+    "shard_times",
     "training_identity",
+    "warn_of_copied_shards",
     "write_record",
 ]
 
@@ -89,6 +94,33 @@ def describe_changed_metrics(record: Mapping[str, Any]) -> str:
     if not record.get("metrics_changed"):
         return ""
     return "metrics.jsonl was changed while the run was stopped; curves and claims may be wrong"
+
+
+def shard_times(source: Source) -> dict[str, str]:
+    """Return `Split.shard_times` of each streamed split, as run.json has it."""
+    times = {name: split.shard_times() for name, split in source.splits.items()}
+    return {name: time for name, time in times.items() if time is not None}
+
+
+def warn_of_copied_shards(
+    record: Mapping[str, Any], source: Source, *, names: Collection[str] | None = None
+) -> None:
+    """Warn if local shards of a run were replaced, which fingerprints do not show.
+
+    Args:
+        record: the content of run.json.
+        source: the run's own data.
+        names: splits to check; None for all.
+    """
+    recorded = record.get("shard_times", {})
+    changed = [
+        name for name, time in shard_times(source).items() if recorded.get(name, time) != time
+    ]
+    if any(names is None or name in names for name in changed):
+        logger.warning(
+            f"{source.name}: shards were written or copied after the run started; their names, "
+            "sizes and labels are the same, but their images were not compared"
+        )
 
 
 def read_record(run: RunDir) -> RunRecord:

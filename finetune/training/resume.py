@@ -16,13 +16,26 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from finetune.data.leakage import find_leakage
-from finetune.errors import CheckpointError, DataError, RecipeError, SetupError, WeightsError
+from finetune.errors import (
+    CheckpointError,
+    DataError,
+    RecipeError,
+    SetupError,
+    WeightsError,
+    redact_secrets,
+)
 from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
 from finetune.run.environment import collect_environment
-from finetune.run.record import read_recipe, read_record, write_record
+from finetune.run.record import (
+    read_recipe,
+    read_record,
+    shard_times,
+    warn_of_copied_shards,
+    write_record,
+)
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
 
@@ -87,6 +100,12 @@ def start_or_resume(
             ]
             if record.get("split_fingerprints", fingerprints) != fingerprints:
                 changes.append("images or labels")
+            try:
+                check_same_weights(run, setup, record)
+            except WeightsError:
+                changes.append("pretrained weights or their config.json")
+            if teacher is not None and _differs_from_teacher(record, teacher):
+                changes.append("teacher")
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
             logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
@@ -112,11 +131,7 @@ def start_or_resume(
             has_checkpoint=bool(steps) if is_branch else steps == source.checkpoint_steps(),
             branch=run if is_branch else None,
         )
-        recorded_teacher = record.get("teacher", {})
-        if teacher is not None and any(
-            recorded_teacher.get(key, teacher[key]) != teacher[key]
-            for key in ("sha256", "config_sha256")
-        ):
+        if teacher is not None and _differs_from_teacher(record, teacher):
             raise RecipeError(
                 f"{source.path}: started with different weights, class names or preprocessing of "
                 f"the teacher {teacher['name']}; restore them, or choose another --out",
@@ -154,13 +169,10 @@ def start_or_resume(
         **cast(RunRecord, _config_entries(setup)),
         "metrics_changed": metrics_changed,
     }
-    numerics, shard_times = _numerics(setup, record), _shard_times(setup)
-    if start_step and record.get("shard_times", shard_times) != shard_times:
-        logger.warning(
-            f"{setup.recipe.data.source}: shards were written or copied after the run started; "
-            "their names, sizes and labels are the same, but their images were not compared"
-        )
-    record["shard_times"] = shard_times
+    if start_step:
+        warn_of_copied_shards(record, setup.source)
+    record["shard_times"] = shard_times(setup.source)
+    numerics = _numerics(setup, record)
     if start_step:
         record["numerics_changed"] = [
             *record.get("numerics_changed", []),
@@ -180,19 +192,6 @@ def start_or_resume(
     return start_step
 
 
-def _shard_times(setup: TrainingSetup) -> dict[str, str]:
-    """Return a hash of the mtimes and ctimes of local shards, by streamed split.
-
-    Fingerprints of streamed splits do not cover the content of the images.
-    """
-    return {
-        name: hashlib.sha256(times.tobytes()).hexdigest()
-        for name, split in setup.source.splits.items()
-        if split.is_streamed
-        for times in [split.images.stat_signatures(split.image_rows)[:, 3:]]
-    }
-
-
 def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
     """Return what changes the last bits of the weights, although the recipe trains the same.
 
@@ -204,7 +203,9 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
         "run.threads": device["threads"],
         "instructions": device["instructions"],
         "variables": {
-            name: value for name, value in os.environ.items() if name.startswith(_NUMERIC_VARIABLES)
+            name: redact_secrets(value)
+            for name, value in os.environ.items()
+            if name.startswith(_NUMERIC_VARIABLES)
         },
     }
     return {
@@ -363,6 +364,13 @@ def _check_same_run(
             f"{resume_command(run.path)}, or start a new run with {_new_out(run)}",
             code="data.changed",
         )
+
+
+def _differs_from_teacher(record: RunRecord, teacher: Mapping[str, Any]) -> bool:
+    """Return whether the run had other weights, classes or preprocessing of the teacher."""
+    recorded = record.get("teacher", {})
+    keys = ("sha256", "config_sha256")
+    return any(recorded.get(key, teacher[key]) != teacher[key] for key in keys)
 
 
 def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> None:

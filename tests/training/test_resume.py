@@ -19,6 +19,7 @@ from refusals import refused
 from small_datasets import write_image_folder
 from tar_shards import RangeServer, write_tar_shards
 
+from finetune.commands.evaluate import warn_if_changed
 from finetune.files import file_sha256
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
@@ -83,6 +84,10 @@ def test_a_run_without_checkpoint_says_what_has_changed(
     caplog.clear()
     start(run, make_setup())
     assert not caplog.messages
+    teacher = {"name": "t", "sha256": "a", "config_sha256": "a"}
+    write_record(run, {**read_record(run), "weights_sha256": "0" * 64, "teacher": teacher})
+    start(run, make_setup(), resume=True, teacher={**teacher, "sha256": "b"})
+    assert "pretrained weights or their config.json; teacher" in caplog.text
 
 
 def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> None:
@@ -100,6 +105,12 @@ def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> 
             start(run, make_setup(override), resume=True)
     with refused("recipe.not_this_run", "run.precision", "fp32", "bf16"):
         start(run, make_setup(), resume=True, precision="bf16")
+
+
+def test_no_secret_is_recorded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_TOKEN", "canary0mkl0f00d")
+    start(run, make_setup())
+    assert read_record(run)["numerics"]["variables"]["MKL_TOKEN"] == "***"
 
 
 def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
@@ -251,6 +262,11 @@ def test_resume_warns_about_local_shards_that_were_written_since(
         with logged(lines):
             assert start(run, make_setup(*overrides), resume=True) == 2
         assert any("images were not compared" in line for line in lines) == is_said
+    source = make_setup(*overrides).source
+    os.utime(tmp_path / "set-train-0000.tar", (2, 2))
+    with logged() as lines:  # also in eval
+        assert not warn_if_changed(str(run.path), source, "train")
+    assert "images were not compared" in lines[0]
 
 
 def test_resume_refuses_shards_from_another_server(

@@ -2,7 +2,8 @@
 
     python benchmarks/small_sets.py OUT CIFAR10 TINY_IMAGENET
 
-`tiles` has drawn land covers and `letters` drawn letters. The others are subsets of two folders
+`tiles` has drawn land covers, `letters` drawn letters, and `digits` the handwritten digits of
+scikit-learn, enlarged from 8 to 32 px (10 classes of 100). The others are subsets of two folders
 with parquet files: `cifar` (10 classes of 100 images), `longtail`, `noisy` (4 classes of 200, a
 fifth of the training labels wrong), `tiny37` (37 classes of 30), `tiny20` (20 classes of 5) and
 `photos` (25 classes of 30, enlarged to 64 px). Those of Tiny ImageNet are from its validation split
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from sklearn.datasets import load_digits
 
 TONES = {
     "green": (80, 120, 60),
@@ -40,6 +42,7 @@ def main() -> None:
     cifar, tiny, out = arguments.cifar10, arguments.tiny_imagenet, arguments.out
     write_drawn(out / "tiles", draw_tile, num_classes=10, num_train=200)
     write_drawn(out / "letters", draw_letter, num_classes=26, num_train=40)
+    write_digits(out / "digits")
     write_subset(out / "cifar", cifar, dict.fromkeys(range(10), 100))
     write_subset(out / "longtail", cifar, {k: round(203 * (5 / 203) ** (k / 9)) for k in range(10)})
     write_subset(out / "noisy", cifar, dict.fromkeys(range(4), 200), noise=0.2)
@@ -132,6 +135,17 @@ def draw_letter(rng: np.random.Generator, k: int) -> Image.Image:
     place = tuple(rng.integers(26, 38, 2).tolist())
     ImageDraw.Draw(image).text(place, chr(65 + k), tuple(color.tolist()), font=font, anchor="mm")
     return image.rotate(rng.uniform(-20, 20), fillcolor=tuple(background.tolist()))
+
+
+def write_digits(folder: Path) -> None:
+    """Write handwritten digits, with all others as test images."""
+    digits = load_digits()
+    for label in range(10):
+        for number, pixels in enumerate(digits.images[digits.target == label]):
+            split = "train" if number < 100 else "test"
+            (out := folder / split / f"c{label}").mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).convert("RGB")
+            image.resize((32, 32), Image.Resampling.BILINEAR).save(out / f"{number:03d}.png")
 
 
 def write_subset(

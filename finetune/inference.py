@@ -534,13 +534,18 @@ def _resolve_thresholds(
     """
     problem, code = "", "recipe.conflict"
     if threshold is not None and not 0 <= threshold <= 1:
-        problem, code = f"threshold: {threshold:g}; give a number from 0 to 1", "recipe.wrong_value"
+        problem, code = (
+            f"--threshold: got {threshold:g}; give a number from 0 to 1",
+            "recipe.wrong_value",
+        )
     elif threshold is not None and not built.multilabel:
-        problem = f"threshold: {model} is a single-label model without thresholds; omit threshold"
+        problem = (
+            f"--threshold: {model} is a single-label model without thresholds; omit the option"
+        )
     elif calibrated and built.multilabel:
         problem = (
-            f"calibrated: {model} is a multi-label model with one threshold per class, and "
-            "has no temperature; omit calibrated"
+            f"--calibrated: {model} is a multi-label model with one threshold per class, and "
+            "has no temperature; omit the option"
         )
     if problem:
         raise RecipeError(problem, code=code)

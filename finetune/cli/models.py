@@ -82,7 +82,7 @@ tta_option = click.option(
     "--unknown",
     "mark_unknown",
     is_flag=True,
-    help="Mark images of no known class, and at most 5 % of the others.",
+    help="Mark images of no known class, and about 5 % of the others.",
 )
 @click.option(
     "--batch-size",

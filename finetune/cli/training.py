@@ -222,7 +222,7 @@ def _train_in_minutes(
         )
     if dry_run:
         raise RecipeError(
-            "--minutes: a search has no plan to check; omit --dry-run, or --minutes",
+            "--dry-run: checks one recipe, but --minutes searches for one; omit one of the two",
             code="recipe.conflict",
         )
     _check_search(minutes, patience=parse_overrides(overrides).get("run.patience"))
@@ -249,8 +249,8 @@ def _check_search(minutes: float | None, *, patience: int | None) -> None:
     """Raise RecipeError for what no search supports."""
     if minutes is not None and not 0 < minutes < math.inf:
         raise RecipeError(
-            f"--minutes {minutes:g}: not a time; give the minutes that the whole command may take, "
-            "such as 20",
+            f"--minutes {minutes:g}: expected a number above 0; give the minutes that the whole "
+            "command may take, such as 20",
             code="recipe.wrong_value",
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -261,7 +261,7 @@ def _check_search(minutes: float | None, *, patience: int | None) -> None:
         )
     if patience is not None:
         raise RecipeError(
-            "run.patience: a search ends bad runs itself; remove the key, or --minutes",
+            "run.patience: not allowed in a search, which ends bad runs itself; remove the key",
             code="recipe.conflict",
         )
 

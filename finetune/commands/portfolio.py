@@ -56,7 +56,7 @@ PORTFOLIO = (
     Member("layer-decay", "all weights, layer decay 0.75", changes=("optim.layer_decay=0.75",)),
     Member(
         "augmented",
-        "all weights, TrivialAugment, half as long again",
+        "all weights, TrivialAugment, 1.5 times as long",
         length=1.5,
         changes=(_SMOOTHING,),
         augment="trivial_augment",

@@ -33,9 +33,9 @@ __all__ = [
     "Trial",
     "choose",
     "decide",
-    "estimate_final",
-    "estimate_rest",
-    "fits",
+    "estimate_final_seconds",
+    "estimate_remaining_seconds",
+    "fits_in_time",
 ]
 
 # Fractions of a run's steps after which it may pause, with their names for users.
@@ -72,7 +72,7 @@ class Trial:
     recipe: str  # as YAML
     estimate: float  # of the seconds of the whole run, before anything was measured
     final_seconds: float  # estimated, of the final evaluation, results and report
-    repeats: str = ""  # name of the trial that it repeats on another validation split
+    repeat_of: str = ""  # name of the trial that it repeats on another validation split
     curve: list[Point] = field(default_factory=list)  # the evaluations so far
     num_steps: int = 0  # of the whole run; 0 before it has started
     num_images: int = 0  # of the validation split
@@ -138,7 +138,7 @@ class Search:
     @property
     def candidates(self) -> list[Trial]:
         """The trials that may be chosen."""
-        return [trial for trial in self.trials if not trial.repeats]
+        return [trial for trial in self.trials if not trial.repeat_of]
 
     @property
     def finished(self) -> list[Trial]:
@@ -170,23 +170,25 @@ def decide(search: Search) -> Decision | None:
     for trial in search.candidates:
         _end_if_worse(search, trial)
     active = [t for t in search.candidates if not t.end_reason and not t.is_finished]
-    in_time = [trial for trial in active if _fits(search, trial)]
+    in_time = [trial for trial in active if _can_finish(search, trial)]
     first = search.trials[0]
     if first in in_time:
         return Decision(first.name, 1.0, "the recipe of finetune train", search.used_seconds)
     following, reason = _following_trial(search, active, in_time)
     if following is not None:
-        is_short = estimate_rest(search, following) <= _SHORT_SECONDS
+        is_short = estimate_remaining_seconds(search, following) <= _SHORT_SECONDS
         next_rung = next(rung for rung in RUNG_NAMES if rung > following.rung)
-        is_whole = following.repeats or is_short or reason == _SHORTENED
+        is_whole = following.repeat_of or is_short or reason == _SHORTENED
         until = 1.0 if is_whole else next_rung
         return Decision(following.name, until, reason, search.used_seconds)
     if active and not search.finished:
-        fastest = min(active, key=lambda trial: estimate_rest(search, trial))
+        fastest = min(active, key=lambda trial: estimate_remaining_seconds(search, trial))
         reason = "the fastest, because nothing fits into the time left"
         return Decision(fastest.name, 1.0, reason, search.used_seconds, must_finish=True)
     for trial in active:
-        cost = format_duration(estimate_rest(search, trial) + estimate_final(search, trial))
+        cost = format_duration(
+            estimate_remaining_seconds(search, trial) + estimate_final_seconds(search, trial)
+        )
         left = format_duration(max(search.left_seconds, 0.0))
         trial.end_reason = f"not enough time: it needs about {cost}, {left} are left"
     return None
@@ -214,7 +216,7 @@ def _following_trial(
         key=lambda trial: (trial.kind != "head", trial.rung, trial.curve[-1].value),
         default=None,
     )
-    if best is not None and (trial is None or not _fits(search, best, after=trial)):
+    if best is not None and (trial is None or not _can_finish(search, best, after=trial)):
         return best, "the best of those that have paused, before the time is over"
     if trial is None:
         reason = _SHORTENED
@@ -254,7 +256,7 @@ def _count_mistakes(search: Search, trial: Trial, other: Trial) -> tuple[float, 
 
 def _splits(search: Search, trial: Trial) -> list[Trial]:
     """Return a trial and its repetitions on other validation splits."""
-    return [trial, *(each for each in search.trials if each.repeats == trial.name)]
+    return [trial, *(each for each in search.trials if each.repeat_of == trial.name)]
 
 
 def _z_score(mistakes: float, fewer_mistakes: float) -> float:
@@ -305,7 +307,7 @@ def _repetition(search: Search) -> Trial | None:
     unfinished = [each for same in splits.values() for each in same if not each.is_finished]
     missing = [trial for trial in (best, first) if len(splits[trial.name]) == number]
     cost = sum(_estimate_whole(search, trial) for trial in unfinished or missing)
-    if number >= _MAX_SPLITS or cost + estimate_final(search, best) > search.left_seconds:
+    if number >= _MAX_SPLITS or cost + estimate_final_seconds(search, best) > search.left_seconds:
         return None
     if unfinished:
         return None if unfinished[0].end_reason else unfinished[0]
@@ -325,7 +327,7 @@ def _resplit(trial: Trial, number: int) -> Trial:
         recipe.model_copy(update={"data": data}).to_yaml(),
         trial.estimate,
         trial.final_seconds,
-        repeats=trial.name,
+        repeat_of=trial.name,
     )
 
 
@@ -344,25 +346,27 @@ def _end_if_worse(search: Search, trial: Trial) -> None:
         )
 
 
-def _fits(search: Search, trial: Trial, *, after: Trial | None = None) -> bool:
+def _can_finish(search: Search, trial: Trial, *, after: Trial | None = None) -> bool:
     """True if a trial can be finished in the time left, and evaluated as the final model.
 
     Args:
         after: a trial that is trained to its next pause before.
     """
-    seconds = estimate_rest(search, trial)
+    seconds = estimate_remaining_seconds(search, trial)
     if after is not None:
-        seconds += estimate_rest(search, after) * (1 if after.repeats else _MAX_PAUSE_SHARE)
-    return fits(search, trial, seconds)
+        seconds += estimate_remaining_seconds(search, after) * (
+            1 if after.repeat_of else _MAX_PAUSE_SHARE
+        )
+    return fits_in_time(search, trial, seconds)
 
 
-def fits(search: Search, trial: Trial, seconds: float) -> bool:
+def fits_in_time(search: Search, trial: Trial, seconds: float) -> bool:
     """True if the final evaluation of a trial fits into the time left after some seconds.
 
     The recipe of `finetune train` may take 10 % more, because a shorter one is rarely as good.
     """
     extra = _MAX_OVERTIME * 60 * search.minutes if trial is search.trials[0] else 0.0
-    return seconds + estimate_final(search, trial) <= search.left_seconds + extra
+    return seconds + estimate_final_seconds(search, trial) <= search.left_seconds + extra
 
 
 def _shorten(search: Search, trial: Trial) -> bool:
@@ -370,8 +374,8 @@ def _shorten(search: Search, trial: Trial) -> bool:
 
     The first configuration is left as it is, and none loses more than `_MIN_LENGTH` allows.
     """
-    available = search.left_seconds - estimate_final(search, trial) - _MAX_RESUME_SECONDS
-    length = available / max(estimate_rest(search, trial) - _MAX_RESUME_SECONDS, 1e-9)
+    available = search.left_seconds - estimate_final_seconds(search, trial) - _MAX_RESUME_SECONDS
+    length = available / max(estimate_remaining_seconds(search, trial) - _MAX_RESUME_SECONDS, 1e-9)
     optim = parse_recipe(trial.recipe, name=trial.name).optim
     whole, unit = (optim.epochs, "epoch") if optim.epochs else (optim.steps or 0, "step")
     number = math.floor(whole * length)
@@ -393,7 +397,7 @@ def _shorten(search: Search, trial: Trial) -> bool:
 # Cost ---------------------------------------------------------------------------------------------
 
 
-def estimate_rest(search: Search, trial: Trial) -> float:
+def estimate_remaining_seconds(search: Search, trial: Trial) -> float:
     """Return the seconds that a trial needs to its last step."""
     if not trial.step_seconds:
         return _estimate_whole(search, trial)
@@ -401,7 +405,7 @@ def estimate_rest(search: Search, trial: Trial) -> float:
     return min(trial.start_seconds, _MAX_RESUME_SECONDS) + steps * trial.step_seconds
 
 
-def estimate_final(search: Search, trial: Trial) -> float:
+def estimate_final_seconds(search: Search, trial: Trial) -> float:
     """Return the seconds of the final evaluation, results and report, if a trial is chosen."""
     return trial.final_seconds * max(1.0, _slowdown(search.trials))
 

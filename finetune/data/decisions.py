@@ -176,7 +176,7 @@ def _parse_decision(values: Mapping[str, str], origin: str) -> Decision:
             code="data.wrong_format",
         )
     if not has_image and not (action in ("keep", "merge") and texts["given"]):
-        message = f"{action} which image? fill the column 'path', or 'split' and 'index'"
+        message = f"{action} names no image; fill the column 'path', or 'split' and 'index'"
         raise DataError(message, code="data.no_image")
     if action == "relabel" and not texts["label"]:
         message = "relabel needs the right label; fill the column 'label'"

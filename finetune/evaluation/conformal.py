@@ -66,7 +66,8 @@ def set_thresholds(
             code="data.too_few_images",
         )
     counts_K = np.bincount(scores.label, minlength=num_classes)
-    has_own_K = counts_K >= max(MIN_IMAGES_PER_CLASS, needed)
+    min_own_images = max(MIN_IMAGES_PER_CLASS, needed)
+    has_own_K = counts_K >= min_own_images
     shared_N = ~has_own_K[scores.label]
     shared_scores = scores.nonconformity[shared_N if shared_N.sum() >= needed else slice(None)]
     thresholds_K = np.full(num_classes, conformal_quantile(shared_scores, coverage))
@@ -77,7 +78,7 @@ def set_thresholds(
     note = (
         f"sets contain the true class of {100 * coverage:g} % of the images, by "
         f"{pluralize(len(scores), 'validation image')}; {has_own_K.sum()} of {num_classes} classes "
-        f"have the {MIN_IMAGES_PER_CLASS} images for this promise class by class"
+        f"have the {min_own_images} images for this promise class by class"
     )
     if accuracy >= coverage:
         note += f"; the predicted class alone is right for {format_percent(accuracy, 1)} of them"

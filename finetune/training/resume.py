@@ -338,7 +338,7 @@ def _check_same_run(
                 str(branch.path),
             ]
             raise RecipeError(
-                f"{run.path}: a run that starts from one of its checkpoints can only have another "
+                f"{run.path}: a run that starts from one of its checkpoints can change only its "
                 f"number of steps ({listed}); train from scratch: {shlex.join(new_run)}, with "
                 "these values",
                 code="recipe.not_this_run",
@@ -497,7 +497,8 @@ def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:
     if start_step and recorded_images != plan["images_read"]:
         raise DataError(
             f"{setup.recipe.data.source}: {recorded_images} training images were readable when the "
-            f"run started, {plan['images_read']} are now; see: finetune data scan",
+            f"run started, {plan['images_read']} are now; use the same images as then (finetune "
+            "data scan SOURCE lists those that cannot be read)",
             code="data.changed",
         )
     write_record(run, {**record, "plan": cast(PlanRecord, plan)})

@@ -727,7 +727,7 @@ class TestTuneRecipe:
         monkeypatch.setattr(tune.run_search, "__kwdefaults__", DEFAULTS)
         assert cli.main([*arguments, "--resume"]) == 0
         search = read_search(out)
-        assert [each.name for each in search.trials if not each.repeats] == [
+        assert [each.name for each in search.trials if not each.repeat_of] == [
             *("recipe", "draw-01", "draw-02", "draw-03"),
         ]
         assert [each.until for each in search.decisions if each.trial == "recipe"] == [1.0]

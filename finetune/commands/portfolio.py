@@ -140,7 +140,7 @@ def _scores_by_rank(choice: Choice) -> dict[str, Score]:
 def _build_recipe(start: StartResult, member: Member, choice: Choice) -> Recipe:
     """Build the recipe of a member. Raises: RecipeError if it conflicts with the user's keys."""
     builder, changes = start.builder, list(member.changes)
-    if member.lr != 1 and not member.frozen:
+    if not member.frozen:
         changes.append(f"optim.lr={choice.score.candidate.lr * member.lr:.2g}")
     if member.augment:
         spec = builder.build(choice).recipe.data.train

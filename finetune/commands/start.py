@@ -408,15 +408,17 @@ class RecipeBuilder:
     def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.
 
-        A third of the learning rate and constant batch norm statistics keep this classifier useful.
-        The learning rate falls to 0, and the first evaluation is when it has fallen to a quarter.
+        Constant batch norm statistics keep this classifier useful. The learning rate is that of the
+        run and falls to 0, and the first evaluation is when it has fallen to a quarter.
         """
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
         steps = round(epochs * self.stats.num_train / recipe.data.batch_size)
         steps = max(steps, _MIN_TRIAL_STEPS)
         changes = [
-            *(f"optim.steps={steps}", f"optim.warmup_steps={steps // 10}"),
-            *(f"optim.lr={recipe.optim.lr / 3:.2g}", "optim.min_lr=0", "optim.stages=[]"),
+            f"optim.steps={steps}",
+            f"optim.warmup_steps={steps // 10}",
+            "optim.min_lr=0",
+            "optim.stages=[]",
             f"model.freeze_bn={str(choice.score.has_batch_norm).lower()}",
             f"run.eval_every={math.ceil(steps * 2 / 3)}",
         ]
@@ -501,14 +503,17 @@ class RecipeBuilder:
         epochs = asked.get("optim.epochs") or (head_epochs if frozen else choice.epochs)
         steps = asked.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
         lr, stages = _HEAD_LR if frozen else choice.score.candidate.lr, []
+        lr_reason = "a rule of thumb for these weights"
         if self.trains_head_first(choice):
+            lr = float(f"{lr / 3:.2g}")
+            lr_reason = "a third of the usual one, because the classifier is already trained"
             stage = {"freeze": "backbone", "epochs": head_epochs, "lr": _HEAD_LR}
             stage["train"] = choice.score.eval_spec
             reason = "first the classifier alone, as in the trial (LP-FT)"
             stages = [RecipeEntry("stages", [stage], reason)]
         return [
             RecipeEntry("name", "adamw"),
-            RecipeEntry("lr", lr, "a rule of thumb for these weights"),
+            RecipeEntry("lr", lr, lr_reason),
             RecipeEntry("weight_decay", 0.05),
             RecipeEntry("schedule", "cosine"),
             RecipeEntry("epochs", epochs, f"about {steps} steps"),

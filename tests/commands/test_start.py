@@ -110,8 +110,8 @@ class TestChoice:
         # the classifier is trained first
         (stage,) = result.recipe.optim.stages
         assert (stage.freeze, stage.train, stage.lr) == ("backbone", "resize((32, 32))", 3e-3)
-        assert result.recipe.optim.lr == 1e-3
         frozen, full = findings.trials[0]
+        assert result.recipe.optim.lr == full.optim.lr == 3.3e-4
         assert (frozen.model.name, frozen.model.freeze) == ("embedded:vit_nano", "backbone")
         assert (full.model.name, full.model.freeze) == ("embedded:vit_nano", "none")
         assert full.optim.stages == ()

@@ -746,7 +746,7 @@ class TestTuneRecipe:
 
         with refused("recipe.not_this_run", "--minutes 20", "30 minutes"):
             tune.tune_recipe(load_recipe(tuned), out, minutes=20, resume=True)
-        with refused("recipe.not_this_run", "the recipe"):
+        with refused("recipe.not_this_run", "has another recipe"):
             recipe = load_recipe(tuned, ["optim.weight_decay=0.1"])
             tune.tune_recipe(recipe, out, minutes=30, resume=True)
 

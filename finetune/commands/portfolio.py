@@ -39,7 +39,7 @@ class Member(NamedTuple):
     # weights at the second-best image size
     weights: str = "best"
     frozen: bool = False  # True to train only the classifier
-    lr: float = 1.0  # factor of the learning rate
+    lr: float = 1.0  # factor of `Candidate.lr`; `start` uses 1/3 after training the classifier
     length: float = 1.0  # factor of the number of epochs
     changes: tuple[str, ...] = ()  # overrides of the recipe
     augment: str = ""  # transforms that are added to those of the training images
@@ -57,6 +57,7 @@ PORTFOLIO = (
     Member(
         "augmented",
         "all weights, TrivialAugment, 1.5 times as long",
+        lr=1 / 3,
         length=1.5,
         changes=(_SMOOTHING,),
         augment="trivial_augment",
@@ -68,6 +69,7 @@ PORTFOLIO = (
     Member(
         "mixup",
         "all weights, TrivialAugment and mixup, twice as long",
+        lr=1 / 3,
         length=2,
         augment="trivial_augment | mixup(0.2)",
     ),

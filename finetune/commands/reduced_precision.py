@@ -105,6 +105,7 @@ def open_reduced_precision(
             code="data.changed",
         )
     warn_if_changed(model, source, "val")
+    warn_if_changed(model, source, "train")  # its images calibrate the ranges of INT8
     warn_of_training_images(model, recipe, source, "val")
     train, validation = splits["train"], splits["val"]
     count = min(len(train), _NUM_CALIBRATION_IMAGES)

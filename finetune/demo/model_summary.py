@@ -24,7 +24,7 @@ from finetune.log import logger
 from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.weights.resolve import locate_weights
 from finetune.run.directory import RunDir
-from finetune.run.record import load_run_recipe
+from finetune.run.record import changed_splits, load_run_recipe, read_record
 
 __all__ = [
     "copy_example_images",
@@ -175,6 +175,9 @@ def _save_examples_from_data(model: str, destination: Path) -> list[Path]:
             source = open_data(section, recipe.run.seed)
         split = source.splits.get("test") or source.splits.get("val")
         if split is None:
+            return []
+        if split.name in changed_splits(read_record(RunDir(model)), source):
+            logger.warning(f"the demo has no examples: {source.name} has changed since the run")
             return []
         return [
             _save_thumbnail(

@@ -37,7 +37,8 @@ from finetune.models.features import compute_pre_logits
 from finetune.models.save import BuiltModel
 from finetune.precision import autocast_dtype
 from finetune.recipe.load import DataSection, parse_overrides
-from finetune.run.record import load_run_recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import changed_splits, load_run_recipe, read_record
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.pipeline import Pipeline
@@ -191,7 +192,13 @@ def held_out_probabilities(
             f"{section.task}; {'remove' if section.task == 'multilabel' else 'add'} --multilabel",
             code="recipe.conflict",
         )
-    others = dict(open_data(recipe.data, recipe.run.seed).splits)
+    opened = open_data(recipe.data, recipe.run.seed)
+    others = dict(opened.splits)
+    if changed := changed_splits(read_record(RunDir(run)), opened):
+        logger.warning(
+            f"--run {run}: {' and '.join(changed)} of its data have changed since the run, so it "
+            "may have been trained on images that now count as held out; label scores may be wrong"
+        )
     train = others.pop("train")
     if any(split.is_streamed for split in (train, *others.values(), *source.splits.values())):
         raise DataError(
@@ -234,17 +241,19 @@ def held_out_probabilities(
 def count_trained_images(run: str, source: Source) -> int | None:
     """Count the images of a source that a run was trained on, by their content.
 
-    Returns: None if it is unknown: `run` is no run directory, its data cannot be opened any more,
-        or images are streamed.
+    Returns: None if it is unknown: `run` is no run directory, its data cannot be opened any more
+        or has changed, or images are streamed.
     """
     recipe = load_run_recipe(run)
     if recipe is None:
         return None
     try:
-        train = open_data(recipe.data, recipe.run.seed).splits["train"]
+        opened = open_data(recipe.data, recipe.run.seed)
     except DataError:
         return None
-    splits = source.splits.values()
+    if "train" in changed_splits(read_record(RunDir(run)), opened):
+        return None
+    train, splits = opened.splits["train"], source.splits.values()
     if any(split.is_streamed for split in (train, *splits)):
         return None
     return sum(int(is_in_splits(split, [train]).sum()) for split in splits)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from finetune.data.source import Source
 
 __all__ = [
+    "changed_splits",
     "describe_changed_metrics",
     "describe_decisions",
     "describe_split_decisions",
@@ -100,6 +101,22 @@ def shard_times(source: Source) -> dict[str, str]:
     """Return `Split.shard_times` of each streamed split, as run.json has it."""
     times = {name: split.shard_times() for name, split in source.splits.items()}
     return {name: time for name, time in times.items() if time is not None}
+
+
+def changed_splits(record: Mapping[str, Any], source: Source) -> list[str]:
+    """Return the splits whose images or labels differ from those of a run.
+
+    Args:
+        record: the content of run.json.
+        source: the run's own data.
+    """
+    recorded, times = record.get("split_fingerprints", {}), record.get("shard_times", {})
+    return [
+        name
+        for name, split in source.splits.items()
+        if recorded.get(name, split.fingerprint) != split.fingerprint
+        or times.get(name, split.shard_times()) != split.shard_times()
+    ]
 
 
 def warn_of_copied_shards(

@@ -483,7 +483,9 @@ def _cannot_lengthen(
 def _recorded_num_steps(record: RunRecord, setup: TrainingSetup) -> int:
     """Return the length of the recorded run, in optimizer steps."""
     steps = record.get("training_keys", {}).get("optim", {}).get("steps")  # as in recipe.yaml
-    return int(steps or record.get("plan", {}).get("steps", setup.num_steps))
+    if not isinstance(steps, int):  # epochs, or a damaged record
+        steps = record.get("plan", {}).get("steps", setup.num_steps)
+    return steps
 
 
 def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:

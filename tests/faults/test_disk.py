@@ -250,11 +250,12 @@ def test_predictions_on_a_full_disk(
     suffix: str, finished_run: Path, images: Path, disk: Disk, fault
 ) -> None:
     target = disk.path / f"rows.{suffix}"
-    target.write_text("before")
+    before = {"csv": "path,label,confidence,error\n", "jsonl": '{"path": "a.png"}\n'}[suffix]
+    target.write_text(before)
     disk.fill(except_bytes=8192)
     result = run_command_in_child("predict", finished_run, images, "--out", target)
     check_child_error(result, "setup.disk_full", target, os.strerror(errno.ENOSPC))
-    assert target.read_text() == "before"
+    assert target.read_text() == before
     assert {entry.name for entry in disk.path.iterdir()} == {target.name, "filler"}
     fault("disk full: predict, eval, report, export, sheet", COMMANDS)
 

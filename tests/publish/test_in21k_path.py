@@ -226,8 +226,8 @@ def train_with_launcher(
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
     options: dict[str, Any] = {
         "recipe": read_recipe(recipe),
-        "options": (),
-        "environment": environment,
+        "launcher_options": (),
+        "extra_environment": environment,
     }
     with launch_training(large_tmp_path, *overrides, **options) as finished:
         finished.wait_for_end()

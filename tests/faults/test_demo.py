@@ -28,7 +28,7 @@ CROSS_ORIGIN = {"Origin": "http://evil.example", "Sec_Fetch_Site": "cross-site"}
 MEGABYTE = 2**20
 # Code that removes one protection in the process of the server.
 DISABLE_PROTECTION = {
-    "origin": "from finetune.demo import middleware as m; m.is_cross_origin = lambda _: False",
+    "origin": "from finetune.web import access; access.is_cross_origin = lambda _: False",
     "host": "from finetune.demo import server as s; s.trusted_hosts = lambda host: ['*']",
     "limit": "from finetune.demo import server as s; s._MAX_TOTAL_UPLOAD_MB = 10**6",
     "files": (

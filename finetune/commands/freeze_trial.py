@@ -80,15 +80,18 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     """Return whether training all weights is clearly worse, and whether it is better.
 
     It is clearly worse if the 95 % interval of its gain in accuracy is below 0. It is better if its
-    loss is lower and its accuracy not lower by a standard error: the run will train longer, and
-    gain more.
+    loss is lower and its accuracy not. It may lose less than a standard error of accuracy if the
+    95 % interval of its loss is lower: the run will train longer, and gain more.
     """
     gain_N = full.correct_N - head.correct_N
     # one image more, so that a single one never decides
     accuracy_gain, accuracy_error = gain_N.sum(), math.sqrt((gain_N**2).sum() + 1)
     is_worse = accuracy_gain + _Z * accuracy_error < 0
-    is_better = accuracy_gain > -accuracy_error and full.loss_N.mean() < head.loss_N.mean()
-    return is_worse, is_better
+    loss_gain_N = head.loss_N - full.loss_N
+    loss_gain, loss_error = loss_gain_N.mean(), loss_gain_N.std() / math.sqrt(len(loss_gain_N))
+    if accuracy_gain >= 0:
+        return is_worse, bool(loss_gain > 0)
+    return is_worse, bool(accuracy_gain > -accuracy_error and loss_gain > _Z * loss_error)
 
 
 def last_layers_suffice(recipe: Recipe) -> str | None:

@@ -74,6 +74,14 @@ def test_all_weights_must_improve_the_loss_and_keep_the_accuracy(
     assert run_fake_trials(HEAD, [full]) == (expected, [full])
 
 
+def test_a_lower_accuracy_needs_a_clearly_lower_loss(run_fake_trials: Any) -> None:
+    full = evaluation(0.59, 0.9)
+    noise_N = np.random.default_rng(0).permutation(np.linspace(-1, 1, 100))
+    assert run_fake_trials(HEAD, [full])[0]
+    noisy = full._replace(loss_N=full.loss_N + noise_N)
+    assert not run_fake_trials(HEAD, [noisy])[0]
+
+
 def test_a_trial_that_is_clearly_worse_is_abandoned(run_fake_trials: Any) -> None:
     worse = evaluation(0.4, 2.0)
     perhaps_worse = evaluation(0.59, 2.0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from demo_server import save_small_model
+from logs import logged
 from PIL import Image
 from small_datasets import write_image_folder
 from tar_shards import write_tar_shards
@@ -161,6 +162,15 @@ def test_examples_come_from_the_test_data_of_the_run(run_folder: Path, tmp_path:
         number = file.stem.rsplit("-", 1)[1]
         original = tmp_path / "data" / "test" / f"class {number}" / "0.png"
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(Image.open(original)))
+
+
+def test_no_examples_of_data_that_has_changed(run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "run.json").write_text('{"split_fingerprints": {"test": "' + "0" * 64 + '"}}')
+    (examples_folder := tmp_path / "into").mkdir()
+    with logged() as messages:
+        assert copy_example_images(str(run_folder), examples_folder) == []
+    assert "has no examples: folder:" in messages[0]
+    assert "has changed since the run" in messages[0]
 
 
 def test_own_examples_take_precedence(run_folder: Path, tmp_path: Path) -> None:

@@ -139,6 +139,9 @@ def test_predictions_of_a_run_count_for_its_held_out_images(
     as_weights = diagnose(image_folder, tmp_path / "weights", "--weights", str(run))
     assert as_weights["seen_in_training"] == {str(run): 21}
     assert f"{run} was trained on 21 of these 36 images" in capsys.readouterr().out
+    (image_folder / "train" / "red" / "red-5.png").unlink()
+    assert diagnose(image_folder, tmp_path / "changed", "--run", str(run))["seen_in_training"] == {}
+    assert "of its data have changed since the run" in capsys.readouterr().err
 
 
 @pytest.mark.faults

@@ -235,7 +235,7 @@ def _open_search(
     search = read_search(out)
     redacted = list(map(redact_urls, overrides))
     own_source = parse_recipe(search.trials[0].recipe, name=SEARCH_FILE).data.source
-    if source is not None and redact_urls(source) != own_source:
+    if source is not None and not _is_same_source(redact_urls(source), own_source):
         difference = f"{redact_urls(source)}: the search in {out} has {own_source}"
     elif minutes not in (None, search.minutes):
         difference = f"--minutes {minutes:g}: the search in {out} has {search.minutes:g} minutes"
@@ -255,6 +255,13 @@ def _open_search(
         f"{difference}; continue it: {resume_command(out)}, or search in another --out",
         code="recipe.not_this_run",
     )
+
+
+def _is_same_source(first: str, second: str) -> bool:
+    """Return whether two sources are equal; local paths may be written in different ways."""
+    (kind, _, path), (other_kind, _, other_path) = first.partition(":"), second.partition(":")
+    is_same_path = Path(path).resolve() == Path(other_path).resolve()
+    return first == second or (kind == other_kind and is_same_path)
 
 
 def _check_trial_folders(search: Search, out: Path) -> None:

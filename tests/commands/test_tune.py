@@ -657,6 +657,8 @@ class TestRuns:
         with refused("recipe.not_this_run", other, f"the search in {out} has", photos):
             tune.tune_source(str(other), out, minutes=30, resume=True)
 
+        assert tune.tune_source(f"{photos}/", out, minutes=30, resume=True) == results
+
         # trials of another search, or none
         folder = out / "trials" / search.chosen
         record = json.loads((folder / "run.json").read_text())

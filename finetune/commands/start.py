@@ -254,10 +254,9 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         )
         return replace(frozen, reason=reason)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
-    head_recipe = builder.short_head_recipe(frozen)
     num_passes = builder.usual_trial_epochs() * _STEP_PASSES * builder.stats.num_train
     is_long = num_passes * best.forward_seconds > (seconds + _FIXED_SECONDS) / 2
-    if is_long and (why := last_layers_suffice(head_recipe)):
+    if is_long and (why := last_layers_suffice(builder.short_head_recipe(frozen))):
         logger.info(f"only the classifier will be trained: {why}")
         return replace(frozen, reason=why)
     for score in same_weights:  # the best image size at which all weights can be trained

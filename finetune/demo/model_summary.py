@@ -24,7 +24,7 @@ from finetune.log import logger
 from finetune.model_checksums import read_checksums, verify_checksum
 from finetune.models.weights.resolve import locate_weights
 from finetune.run.directory import RunDir
-from finetune.run.record import changed_splits, load_run_recipe, read_record
+from finetune.run.record import has_changed, load_run_recipe, read_record
 
 __all__ = [
     "copy_example_images",
@@ -176,7 +176,7 @@ def _save_examples_from_data(model: str, destination: Path) -> list[Path]:
         split = source.splits.get("test") or source.splits.get("val")
         if split is None:
             return []
-        if split.name in changed_splits(read_record(RunDir(model)), source):
+        if has_changed(read_record(RunDir(model)), split):
             logger.warning(f"the demo has no examples: {source.name} has changed since the run")
             return []
         return [

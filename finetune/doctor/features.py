@@ -38,7 +38,7 @@ from finetune.models.save import BuiltModel
 from finetune.precision import autocast_dtype
 from finetune.recipe.load import DataSection, parse_overrides
 from finetune.run.directory import RunDir
-from finetune.run.record import changed_splits, load_run_recipe, read_record
+from finetune.run.record import has_changed, load_run_recipe, read_record
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.pipeline import Pipeline
@@ -192,9 +192,9 @@ def held_out_probabilities(
             f"{section.task}; {'remove' if section.task == 'multilabel' else 'add'} --multilabel",
             code="recipe.conflict",
         )
-    opened = open_data(recipe.data, recipe.run.seed)
-    others = dict(opened.splits)
-    if changed := changed_splits(read_record(RunDir(run)), opened):
+    others = dict(open_data(recipe.data, recipe.run.seed).splits)
+    record = read_record(RunDir(run))
+    if changed := [name for name, split in others.items() if has_changed(record, split)]:
         logger.warning(
             f"--run {run}: {' and '.join(changed)} of its data have changed since the run, so it "
             "may have been trained on images that now count as held out; label scores may be wrong"
@@ -248,12 +248,12 @@ def count_trained_images(run: str, source: Source) -> int | None:
     if recipe is None:
         return None
     try:
-        opened = open_data(recipe.data, recipe.run.seed)
+        train = open_data(recipe.data, recipe.run.seed).splits["train"]
     except DataError:
         return None
-    if "train" in changed_splits(read_record(RunDir(run)), opened):
+    if has_changed(read_record(RunDir(run)), train):
         return None
-    train, splits = opened.splits["train"], source.splits.values()
+    splits = source.splits.values()
     if any(split.is_streamed for split in (train, *splits)):
         return None
     return sum(int(is_in_splits(split, [train]).sum()) for split in splits)

@@ -21,6 +21,7 @@ from finetune.data.source import Split
 from finetune.errors import FinetuneError
 from finetune.report.doctor_findings import DoctorFindings
 from finetune.report.run_data import SPLIT_NAMES, Run
+from finetune.run.record import has_changed
 
 __all__ = [
     "class_thumbnails",
@@ -140,9 +141,7 @@ def open_reported_split(run: Run) -> tuple[Split | None, str]:
         split_title = SPLIT_NAMES[name]
         return None, f"Images are not shown: the data no longer has a {split_title} split."
     split = source.splits[name]
-    recorded = run.record.get("split_fingerprints", {}).get(name)
-    times = run.record.get("shard_times", {}).get(name)
-    if recorded not in (None, split.fingerprint) or times not in (None, split.shard_times()):
+    if has_changed(run.record, split):
         return None, "Images are not shown: the data has changed since the run."
     return split, ""
 

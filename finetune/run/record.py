@@ -22,15 +22,15 @@ from finetune.run.directory import RunDir
 from finetune.run.schema import RunRecord
 
 if TYPE_CHECKING:
-    from finetune.data.source import Source
+    from finetune.data.source import Source, Split
 
 __all__ = [
-    "changed_splits",
     "describe_changed_metrics",
     "describe_decisions",
     "describe_split_decisions",
     "describe_teacher",
     "differing_inputs",
+    "has_changed",
     "load_run_recipe",
     "read_finished_results",
     "read_recipe",
@@ -103,20 +103,11 @@ def shard_times(source: Source) -> dict[str, str]:
     return {name: time for name, time in times.items() if time is not None}
 
 
-def changed_splits(record: Mapping[str, Any], source: Source) -> list[str]:
-    """Return the splits whose images or labels differ from those of a run.
-
-    Args:
-        record: the content of run.json.
-        source: the run's own data.
-    """
-    recorded, times = record.get("split_fingerprints", {}), record.get("shard_times", {})
-    return [
-        name
-        for name, split in source.splits.items()
-        if recorded.get(name, split.fingerprint) != split.fingerprint
-        or times.get(name, split.shard_times()) != split.shard_times()
-    ]
+def has_changed(record: Mapping[str, Any], split: Split) -> bool:
+    """Return whether the images or labels of a split of a run's own data differ from run.json."""
+    fingerprint = record.get("split_fingerprints", {}).get(split.name)
+    times = record.get("shard_times", {}).get(split.name)
+    return fingerprint not in (None, split.fingerprint) or times not in (None, split.shard_times())
 
 
 def warn_of_copied_shards(

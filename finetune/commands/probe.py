@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from finetune.commands.evaluate import check_split_name
+from finetune.commands.evaluate import check_split_name, warn_if_changed
 from finetune.data.decisions import split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.groups import group_indices
@@ -280,6 +280,10 @@ def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
             "on a part of train with --split val",
             code="data.no_split",
         )
+    if recipe is not None and data is None:
+        own = open_data(section, seed)
+        for name in dict.fromkeys(("train", split)):
+            warn_if_changed(model, own, name)
     return _ProbeTask(source, split, section, seed, recipe.run.threads if recipe else None)
 
 

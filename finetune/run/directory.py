@@ -66,16 +66,17 @@ _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
 
 
-def resume_command(path: Path) -> str:
-    """Return the command line that continues the run in a folder, for messages.
-
-    For the folder of one of its stages, or of a trial of a search, this is the command that
-    continues the whole run.
-    """
+def whole_run(path: Path) -> Path:
+    """Return the folder of the whole run if a folder is that of a stage or of a trial, else it."""
     for folder, file in (("stages", "recipe.yaml"), ("trials", SEARCH_FILE)):
         if path.parent.name == folder and (path.parent.parent / file).is_file():
-            path = path.parent.parent
-    return shlex.join(["finetune", "train", str(path), "--resume"])
+            return whole_run(path.parent.parent)
+    return path
+
+
+def resume_command(path: Path) -> str:
+    """Return the command line that continues the whole run of a folder, for messages."""
+    return shlex.join(["finetune", "train", str(whole_run(path)), "--resume"])
 
 
 class RunDir:

@@ -27,7 +27,7 @@ from finetune.errors import (
 from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
-from finetune.run.directory import SEARCH_FILE, RunDir, resume_command
+from finetune.run.directory import SEARCH_FILE, RunDir, resume_command, whole_run
 from finetune.run.environment import collect_environment
 from finetune.run.record import (
     read_recipe,
@@ -270,8 +270,8 @@ def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
 
 def _new_out(run: RunDir) -> str:
     """Return the option that names a new folder next to the run."""
-    numbers = itertools.count(2)
-    paths = (run.path.with_name(f"{run.path.name}-{number}") for number in numbers)
+    path = whole_run(run.path)
+    paths = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return shlex.join(["--out", str(next(path for path in paths if not path.exists()))])
 
 

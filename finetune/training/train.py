@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetune.data.feature_loader import AnyLoader
+from finetune.data.from_recipe import open_data
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted, Paused
 from finetune.evaluation.evaluator import Evaluator
@@ -62,6 +63,7 @@ from finetune.training.trainer_state import TrainerState
 __all__ = ["train"]
 
 LOCK_TIMEOUT_SECONDS = 30.0  # after a restart, the previous rank 0 may take this long to end
+_STAGES_TEST_FILE = "stages/test.json"  # fingerprint of the test split, which no stage reads
 
 
 def train(
@@ -158,7 +160,13 @@ def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
         path = out / "recipe.yaml"
         if (out / "run.json").exists():
             return
+        test_fingerprint = _test_fingerprint(recipe)
         if has_stage and path.exists():
+            if run.read_json(_STAGES_TEST_FILE) not in (None, {"fingerprint": test_fingerprint}):
+                logger.warning(
+                    f"{recipe.data.source}: the test split has changed since the first stage "
+                    "started; it is evaluated as it is now"
+                )
             differences = changed_training_keys(training_keys(load_recipe(path)), recipe)
             for key, values in differences.items():
                 logger.warning(
@@ -167,6 +175,17 @@ def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
                 )
         else:
             write_atomically(path, recipe.to_yaml())
+            if test_fingerprint is not None:
+                (out / "stages").mkdir(exist_ok=True)
+                run.write_json(_STAGES_TEST_FILE, {"fingerprint": test_fingerprint})
+
+
+def _test_fingerprint(recipe: Recipe) -> str | None:
+    """Return the fingerprint of the test split; None if the run does not evaluate one."""
+    if not recipe.run.test:
+        return None
+    test = open_data(recipe.data, recipe.run.seed).splits.get("test")
+    return None if test is None else test.fingerprint
 
 
 def _train(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from logs import logged
 from networks import save_network
 from ranks import run_two_ranks
 from recipe_texts import tiny_recipe_text
@@ -30,6 +31,8 @@ from finetune.training.train import train
 pytestmark = pytest.mark.usefixtures("no_plots")
 
 FEW_STEPS = 60
+SPLITS = ("train", "val", "test")
+WHOLE = ("data.num_train=null", "data.num_test=null", "data.val_fraction=0", "data.batch_size=4")
 ARGS = {"patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
 RECIPE = tiny_recipe_text(
     "eval: 'resize(10) | center_crop'",
@@ -173,6 +176,19 @@ def test_run_is_probed_on_its_own_data_and_transform(tmp_path: Path, monkeypatch
     num_images = [held_out["protocol"][f"{part}_images"] for part in ("train", "test")]
     assert num_images[1] == results["val"]["examples"]
     assert sum(num_images) == result["protocol"]["train_images"]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_changed_images_of_the_run_are_said(tmp_path: Path, split: str) -> None:
+    source = write_image_folder(tmp_path / "set", {f"{s}/{c}": 6 for s in SPLITS for c in "ab"})
+    run, lines = tmp_path / "run", list[str]()
+    train(parse_recipe(RECIPE, overrides=[f"data.source={source}", *WHOLE]), run)
+    with logged(lines):
+        probe_model(str(run), shots=[1], seeds=1)
+        assert lines == []
+        write_file(tmp_path / "set" / split / "a" / "0.png", random_png(99, size=(8, 8)))
+        probe_model(str(run), shots=[1], seeds=1)
+    assert len(lines) == 1 and f"'{split}' have changed since the run" in lines[0]
 
 
 def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,7 @@ from forked_runs import (
     train_until_killed,
 )
 from logs import logged
+from PIL import Image
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -101,6 +103,21 @@ def test_changes_after_the_first_stage_has_started_are_said(tmp_path: Path) -> N
         train(changed, run.path, resume=True)
     said = [line for line in lines if "has changed since the first stage started" in line]
     assert [line.split(": ")[1].split()[0] for line in said] == ["optim.lr"]
+
+
+def test_a_test_image_that_changes_during_the_stages_is_said(tmp_path: Path) -> None:
+    for split, number in itertools.product(("train", "test"), range(4)):
+        folder = tmp_path / "data" / split / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(folder / f"{number}.png")
+    data = [f"data.source={tmp_path / 'data'}", "data.num_train=4", "data.num_test=null"]
+    recipe = make_recipe(*data, "data.batch_size=2", "optim.steps=1")
+    train_until_killed(5, recipe, tmp_path / "run")
+    Image.new("RGB", (8, 8), (0, 255, 0)).save(tmp_path / "data/test/0/0.png")
+    lines: list[str] = []
+    with logged(lines):
+        train(recipe, tmp_path / "run", resume=True)
+    assert sum("the test split has changed since the first stage started" in x for x in lines) == 1
 
 
 def test_a_stage_that_trains_the_head_has_no_layer_decay() -> None:

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from finetune.commands import start
-from finetune.commands.portfolio import PORTFOLIO, START_SECONDS, Member, build_trials
+from finetune.commands.portfolio import PORTFOLIO, START_SECONDS, Config, build_trials
 from finetune.commands.successive_halving import Point, Search, Trial
 from finetune.commands.tune import Progress, run_search
 from finetune.log import only_warnings, quiet
@@ -72,9 +72,9 @@ def main() -> None:
     replay_parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.command == "plan":
-        members = (*PORTFOLIO, *random_members(arguments.random))
+        configs = (*PORTFOLIO, *random_configs(arguments.random))
         starts = [start.start(each, overrides=arguments.overrides) for each in arguments.folders]
-        write_plan(arguments.plan, starts, members, max_seconds=arguments.max_seconds)
+        write_plan(arguments.plan, starts, configs, max_seconds=arguments.max_seconds)
     elif arguments.command == "record":
         record(arguments.table, read_table(arguments.plan), num_processes=arguments.processes)
     else:
@@ -84,30 +84,30 @@ def main() -> None:
 # Recording ----------------------------------------------------------------------------------------
 
 
-def random_members(count: int) -> list[Member]:
-    """Draw members of the portfolio, the same ones every time."""
+def random_configs(count: int) -> list[Config]:
+    """Draw configurations, the same ones every time."""
     rng = np.random.default_rng(0)
-    members = []
+    configs = []
     for number in range(count):
         decay, augment = rng.choice([1.0, 0.85, 0.75, 0.65]), rng.choice(["", "trivial_augment"])
-        members.append(
-            Member(
+        configs.append(
+            Config(
                 f"random-{number}",
                 "random",
                 weights=str(rng.choice(["best", "best", "second", "other size"])),
-                lr=float(10 ** rng.uniform(-1.5, 0.7)),
-                length=float(rng.choice([0.5, 1.0, 2.0])),
-                changes=() if decay == 1 else (f"optim.layer_decay={decay:g}",),
+                lr_factor=float(10 ** rng.uniform(-1.5, 0.7)),
+                epochs_factor=float(rng.choice([0.5, 1.0, 2.0])),
+                overrides=() if decay == 1 else (f"optim.layer_decay={decay:g}",),
                 augment=str(augment),
             )
         )
-    return members
+    return configs
 
 
 def write_plan(
     path: Path,
     starts: Sequence[start.StartResult],
-    members: Sequence[Member],
+    configs: Sequence[Config],
     *,
     max_seconds: float,
 ) -> None:
@@ -120,7 +120,7 @@ def write_plan(
             seconds = choice.seconds * epochs / choice.epochs
             choice = replace(choice, epochs=epochs, seconds=seconds)
         limited = replace(created, choice=choice)
-        trials = build_trials(limited, members, max_seconds=max_seconds)
+        trials = build_trials(limited, configs, max_seconds=max_seconds)
         rows.append([{"task": task, "number": i, **vars(t)} for i, t in enumerate(trials)])
     with path.open("w", encoding="utf-8") as file:
         for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):

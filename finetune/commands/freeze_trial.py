@@ -32,7 +32,7 @@ from finetune.training.accelerator import create_accelerator
 from finetune.training.setup import build_setup
 from finetune.training.trial import TrialEvaluation, run_trial
 
-__all__ = ["compare_frozen_and_full", "last_layers_suffice"]
+__all__ = ["compare_frozen_and_full", "find_reason_to_freeze"]
 
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side of the mean
 _NUM_IMAGES = 256  # training images on which features are compared
@@ -94,7 +94,7 @@ def _compare(full: TrialEvaluation, head: TrialEvaluation) -> tuple[bool, bool]:
     return is_worse, bool(accuracy_gain > -accuracy_error and loss_gain > _Z * loss_error)
 
 
-def last_layers_suffice(recipe: Recipe) -> str | None:
+def find_reason_to_freeze(recipe: Recipe) -> str | None:
     """Return why training all weights will not help, by the features of the last layers.
 
     Args:

@@ -23,15 +23,15 @@ __all__ = [
     "FINAL_SECONDS",
     "PORTFOLIO",
     "START_SECONDS",
-    "Member",
+    "Config",
     "build_trials",
-    "pause_overrides",
+    "eval_every_overrides",
     "trial_kind",
 ]
 
 
-class Member(NamedTuple):
-    """A row of the portfolio."""
+class Config(NamedTuple):
+    """A row of the portfolio: how its recipe differs from that of `start`."""
 
     name: str  # of its run directory
     description: str  # what is trained, for users
@@ -39,9 +39,9 @@ class Member(NamedTuple):
     # weights at the second-best image size
     weights: str = "best"
     frozen: bool = False  # True to train only the classifier
-    lr: float = 1.0  # factor of `Candidate.lr`; `start` uses 1/3 after training the classifier
-    length: float = 1.0  # factor of the number of epochs
-    changes: tuple[str, ...] = ()  # overrides of the recipe
+    lr_factor: float = 1.0  # of `Candidate.lr`; `start` uses 1/3 after training the classifier
+    epochs_factor: float = 1.0
+    overrides: tuple[str, ...] = ()  # of the recipe
     augment: str = ""  # transforms that are added to those of the training images
 
 
@@ -49,37 +49,42 @@ _LORA = "model.adapter={kind: lora, rank: 16, targets: [all]}"
 _SMOOTHING = "optim.label_smoothing=0.1"
 
 PORTFOLIO = (
-    Member("full-low", "all weights, a third of the learning rate", lr=1 / 3),
-    Member("head", "only the classifier", frozen=True),
-    Member("full", "all weights"),
-    Member("short-low", "half as long, a third of the learning rate", lr=1 / 3, length=0.5),
-    Member("layer-decay", "all weights, layer decay 0.75", changes=("optim.layer_decay=0.75",)),
-    Member(
+    Config("full-low", "all weights, a third of the learning rate", lr_factor=1 / 3),
+    Config("head", "only the classifier", frozen=True),
+    Config("full", "all weights"),
+    Config(
+        "short-low",
+        "half as long, a third of the learning rate",
+        lr_factor=1 / 3,
+        epochs_factor=0.5,
+    ),
+    Config("layer-decay", "all weights, layer decay 0.75", overrides=("optim.layer_decay=0.75",)),
+    Config(
         "augmented",
         "all weights, TrivialAugment, 1.5 times as long",
-        lr=1 / 3,
-        length=1.5,
-        changes=(_SMOOTHING,),
+        lr_factor=1 / 3,
+        epochs_factor=1.5,
+        overrides=(_SMOOTHING,),
         augment="trivial_augment",
     ),
-    Member("lora", "LoRA of all layers", changes=(_LORA, "model.freeze_bn=false")),
-    Member("second-head", "only the classifier, second weights", weights="second", frozen=True),
-    Member("second-low", "second weights, a third of the learning rate", "second", lr=1 / 3),
-    Member("other-size", "another image size", weights="other size", lr=1 / 3),
-    Member(
+    Config("lora", "LoRA of all layers", overrides=(_LORA, "model.freeze_bn=false")),
+    Config("second-head", "only the classifier, second weights", weights="second", frozen=True),
+    Config("second-low", "second weights, a third of the learning rate", "second", lr_factor=1 / 3),
+    Config("other-size", "another image size", weights="other size", lr_factor=1 / 3),
+    Config(
         "mixup",
         "all weights, TrivialAugment and mixup, twice as long",
-        lr=1 / 3,
-        length=2,
+        lr_factor=1 / 3,
+        epochs_factor=2,
         augment="trivial_augment | mixup(0.2)",
     ),
-    Member(
+    Config(
         "high",
         "three times the learning rate, layer decay 0.65",
-        lr=3,
-        changes=("optim.layer_decay=0.65",),
+        lr_factor=3,
+        overrides=("optim.layer_decay=0.65",),
     ),
-    Member("third-head", "only the classifier, third weights", weights="third", frozen=True),
+    Config("third-head", "only the classifier, third weights", weights="third", frozen=True),
 )
 
 _MIN_EVALUATIONS = 4  # of a run, so that it can pause
@@ -92,41 +97,41 @@ _FINAL_FORWARDS = 0.5  # the final evaluation has larger batches than the measur
 
 
 def build_trials(
-    start: StartResult, members: Sequence[Member] | None = None, *, max_seconds: float = math.inf
+    start: StartResult, configs: Sequence[Config] | None = None, *, max_seconds: float = math.inf
 ) -> list[Trial]:
     """Build the trials of a search, each recipe once; what the user has set is the same in all.
 
     Args:
         start: the recipe that `finetune train SOURCE` trains, which is the first one.
-        members: the others; None for `PORTFOLIO`.
+        configs: the others; None for `PORTFOLIO`.
         max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
     builder, choice = start.builder, start.choice
     first = builder.build(choice).recipe
     trials = [_estimate_trial(start, choice, first, "start", str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
-    for member in PORTFOLIO if members is None else members:
-        score = scores.get(member.weights)
-        if score is None or builder.frozen_as_asked() not in (None, member.frozen):
+    for config in PORTFOLIO if configs is None else configs:
+        score = scores.get(config.weights)
+        if score is None or builder.frozen_by_overrides() not in (None, config.frozen):
             continue
         affordable = max_seconds / _epoch_seconds(start, score)
-        epochs = max(1, round(min(builder.usual_epochs() * member.length, affordable)))
+        epochs = max(1, round(min(builder.default_epochs() * config.epochs_factor, affordable)))
         changed = replace(
-            choice, score=score, frozen=member.frozen, epochs=epochs, reason="", seconds=None
+            choice, score=score, frozen=config.frozen, epochs=epochs, reason="", seconds=None
         )
         try:
-            recipe = _build_recipe(start, member, changed)
+            recipe = _build_recipe(start, config, changed)
         except RecipeError:  # it conflicts with what the user has set
             continue
         if training_keys(recipe) not in seen:
             seen.append(training_keys(recipe))
-            description = f"{score.candidate}: {member.description}"
-            trials.append(_estimate_trial(start, changed, recipe, member.name, description))
+            description = f"{score.candidate}: {config.description}"
+            trials.append(_estimate_trial(start, changed, recipe, config.name, description))
     return trials
 
 
 def _scores_by_rank(choice: Choice) -> dict[str, Score]:
-    """Return the weights that `Member.weights` can name, as far as this machine has them."""
+    """Return the weights that `Config.weights` can name, as far as this machine has them."""
     best = choice.score
     by_name = {best.candidate.name: [best]}
     for score in choice.scores:
@@ -139,23 +144,23 @@ def _scores_by_rank(choice: Choice) -> dict[str, Score]:
     }
 
 
-def _build_recipe(start: StartResult, member: Member, choice: Choice) -> Recipe:
-    """Build the recipe of a member. Raises: RecipeError if it conflicts with the user's keys."""
-    builder, changes = start.builder, list(member.changes)
-    if not member.frozen:
-        changes.append(f"optim.lr={choice.score.candidate.lr * member.lr:.2g}")
-    if member.augment:
+def _build_recipe(start: StartResult, config: Config, choice: Choice) -> Recipe:
+    """Build the recipe of a row. Raises: RecipeError if it conflicts with the user's keys."""
+    builder, changes = start.builder, list(config.overrides)
+    if not config.frozen:
+        changes.append(f"optim.lr={choice.score.candidate.lr * config.lr_factor:.2g}")
+    if config.augment:
         spec = builder.build(choice).recipe.data.train
-        changes.append(f"data.train={json.dumps(f'{spec} | {member.augment}')}")
-    overrides = [each for each in changes if each.partition("=")[0] not in builder.asked]
-    if changes and not overrides and member.length == 1:
-        raise RecipeError(f"{member.name}: the user has set all of it", code="recipe.conflict")
+        changes.append(f"data.train={json.dumps(f'{spec} | {config.augment}')}")
+    overrides = [each for each in changes if each.partition("=")[0] not in builder.override_values]
+    if changes and not overrides and config.epochs_factor == 1:
+        raise RecipeError(f"{config.name}: the user has set all of it", code="recipe.conflict")
     recipe = builder.build(choice, overrides).recipe
-    overrides += pause_overrides(recipe, builder.stats.num_train)
+    overrides += eval_every_overrides(recipe, builder.stats.num_train)
     return builder.build(choice, overrides).recipe
 
 
-def pause_overrides(recipe: Recipe, num_train: int) -> list[str]:
+def eval_every_overrides(recipe: Recipe, num_train: int) -> list[str]:
     """Return overrides with which a short run evaluates often, because it can pause only there."""
     epoch_steps = num_train / recipe.data.batch_size
     num_steps = recipe.optim.steps or (recipe.optim.epochs or 0) * epoch_steps

@@ -15,7 +15,7 @@ from typing import Any
 from finetune.commands.portfolio import (
     FINAL_SECONDS,
     START_SECONDS,
-    pause_overrides,
+    eval_every_overrides,
     trial_kind,
 )
 from finetune.commands.successive_halving import Trial
@@ -77,7 +77,7 @@ def _draw(recipe: Recipe, num_train: int) -> Iterator[tuple[Recipe, str]]:
                 changes.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
         with contextlib.suppress(RecipeError):  # the values conflict
             drawn = override_recipe(recipe, changes)
-            yield override_recipe(drawn, pause_overrides(drawn, num_train)), ", ".join(changes)
+            yield override_recipe(drawn, eval_every_overrides(drawn, num_train)), ", ".join(changes)
 
 
 def _takes_whole(key: str, values: Any) -> bool:

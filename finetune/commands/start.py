@@ -30,12 +30,12 @@ from pydantic import TypeAdapter
 
 from finetune import __version__
 from finetune.cache import CacheFolder, cache_path
-from finetune.commands.freeze_trial import compare_frozen_and_full, last_layers_suffice
+from finetune.commands.freeze_trial import compare_frozen_and_full, find_reason_to_freeze
 from finetune.commands.suggested_weights import is_on_hub, suggest_weights
 from finetune.commands.weight_selection import (
     Candidate,
     Score,
-    image_sizes,
+    choose_image_sizes,
     list_candidates,
     measure_seconds_per_image,
     named_candidate,
@@ -214,7 +214,7 @@ def _list_candidates(
     builder: RecipeBuilder, device: torch.device, *, download: bool
 ) -> list[Candidate]:
     """Return the weights to compare: those that the user names, or all on this machine."""
-    if (name := builder.asked.get("model.name")) is not None:
+    if (name := builder.override_values.get("model.name")) is not None:
         return [named_candidate(name, "as asked")]
     candidates = list_candidates(device)
     suggested = suggest_weights(builder.stats.median_side, device)
@@ -232,7 +232,7 @@ def _list_candidates(
 
 def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     """Choose weights, image size, and whether to train all weights."""
-    scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.sizes_of)
+    scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.image_sizes)
     for score in scores:
         logger.info(str(score))
     num_images = sum(builder.stats.split_sizes.values())
@@ -241,8 +241,8 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     logger.info(f"best weights for these images: {best.candidate}")
     seconds = best.forward_seconds * num_images
     frozen = Choice(best, True, epochs=0, reason="", scores=scores, seconds=seconds)
-    full = replace(frozen, frozen=False, epochs=builder.usual_epochs())
-    is_frozen = builder.frozen_as_asked() if best.has_features else False
+    full = replace(frozen, frozen=False, epochs=builder.default_epochs())
+    is_frozen = builder.frozen_by_overrides() if best.has_features else False
     if is_frozen is not None:
         return frozen if is_frozen else replace(full, seconds=None)
     if not builder.has_validation():
@@ -254,9 +254,9 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         )
         return replace(frozen, reason=reason)
     same_weights = [each for each in scores if each.candidate.name == best.candidate.name]
-    num_passes = builder.usual_trial_epochs() * _STEP_PASSES * builder.stats.num_train
+    num_passes = builder.default_trial_epochs() * _STEP_PASSES * builder.stats.num_train
     is_long = num_passes * best.forward_seconds > (seconds + _FIXED_SECONDS) / 2
-    if is_long and (why := last_layers_suffice(builder.short_head_recipe(frozen))):
+    if is_long and (why := find_reason_to_freeze(builder.head_trial_recipe(frozen))):
         logger.info(f"only the classifier will be trained: {why}")
         return replace(frozen, reason=why)
     for score in same_weights:  # the best image size at which all weights can be trained
@@ -269,14 +269,14 @@ def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
         return replace(frozen, reason=f"training all weights would take about {whole} here")
     epochs = min(full.epochs, max(1, math.floor(BUDGET_SECONDS / epoch_seconds)))
     full = replace(full, score=score, epochs=epochs, seconds=epochs * epoch_seconds)
-    trial_epochs = min(builder.usual_trial_epochs(), epochs * _TRIAL_FRACTION)
+    trial_epochs = min(builder.default_trial_epochs(), epochs * _TRIAL_FRACTION)
     logger.info(
         f"at most about {format_duration(trial_epochs * epoch_seconds)} of trials decide whether "
         "to train all weights; Ctrl-C skips them"
     )
     is_full, reason = compare_frozen_and_full(
-        builder.short_head_recipe(replace(frozen, score=score)),
-        builder.short_full_recipe(full, trial_epochs),
+        builder.head_trial_recipe(replace(frozen, score=score)),
+        builder.full_trial_recipe(full, trial_epochs),
         size=score.candidate.pixels,
     )
     return replace(full if is_full else frozen, reason=reason)
@@ -300,25 +300,25 @@ class RecipeBuilder:
         source: the data, without a held-out validation split.
         stats: statistics of the data.
         overrides: the user's overrides; they win over chosen values.
-        asked: values of the user's overrides by section and key, such as "optim.lr".
+        override_values: values of these overrides by section and key, such as "optim.lr".
     """
 
     source: Source
     stats: DatasetStats
     overrides: list[str]
-    asked: Mapping[str, Any]
+    override_values: Mapping[str, Any]
 
     @classmethod
     def open(cls, source: str, overrides: list[str]) -> RecipeBuilder:
         """Check the overrides, open the data and inspect it. Raises: same as `start`."""
-        asked = parse_overrides(overrides)
-        opened = _open_source(source, overrides, asked.get("run.seed", 0))
+        override_values = parse_overrides(overrides)
+        opened = _open_source(source, overrides, override_values.get("run.seed", 0))
         if "train" not in opened.splits:
             raise DataError(
                 f"{opened.name}: has no training images; add a 'train' split", code="data.no_split"
             )
-        val_fraction = asked.get("data.val_fraction", _choose_val_fraction(opened)[0])
-        return cls(opened, inspect_data(opened, val_fraction), overrides, asked)
+        val_fraction = override_values.get("data.val_fraction", _choose_val_fraction(opened)[0])
+        return cls(opened, inspect_data(opened, val_fraction), overrides, override_values)
 
     def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str | None:
         """Return a hash of everything that the choice depends on.
@@ -336,40 +336,40 @@ class RecipeBuilder:
         ]
         return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
 
-    def frozen_as_asked(self) -> bool | None:
+    def frozen_by_overrides(self) -> bool | None:
         """Return whether the user's keys freeze the backbone; None if they leave it open."""
-        freeze = self.asked.get("model.freeze")
+        freeze = self.override_values.get("model.freeze")
         if freeze is not None:
             return bool(freeze == "backbone")
         decisive = ("model.adapter", "model.sync_bn", "model.freeze_bn", "optim.stages")
-        if any(self.asked.get(key) for key in decisive):
+        if any(self.override_values.get(key) for key in decisive):
             return False
-        is_random = self.asked.get("model.pretrained") is False
-        has_teacher = any(key.startswith("distill.") for key in self.asked)
+        is_random = self.override_values.get("model.pretrained") is False
+        has_teacher = any(key.startswith("distill.") for key in self.override_values)
         return False if is_random or has_teacher else None
 
-    def usual_epochs(self) -> int:
+    def default_epochs(self) -> int:
         """Return the number of epochs for training all weights, ignoring the time budget."""
-        num_train, steps = self.stats.num_train, self.asked.get("optim.steps")
+        num_train, steps = self.stats.num_train, self.override_values.get("optim.steps")
         if steps:
             return max(1, round(steps * self._batch_size() / num_train))
-        return math.ceil(self.asked.get("optim.epochs") or _choose_epochs(num_train))
+        return math.ceil(self.override_values.get("optim.epochs") or _choose_epochs(num_train))
 
-    def usual_trial_epochs(self) -> float:
+    def default_trial_epochs(self) -> float:
         """Return the number of epochs of a trial of all weights, if the run has enough epochs."""
         return max(_TRIAL_EPOCHS, _TRIAL_STEPS * self._batch_size() / self.stats.num_train)
 
     def has_validation(self) -> bool:
         """True if the recipe has a validation split."""
-        return "val" in self.source.splits or self.asked.get("data.val_fraction") != 0
+        return "val" in self.source.splits or self.override_values.get("data.val_fraction") != 0
 
-    def sizes_of(self, candidate: Candidate) -> Sequence[int | tuple[int, int]]:
+    def image_sizes(self, candidate: Candidate) -> Sequence[int | tuple[int, int]]:
         """Return the image sizes to try for weights: the one that the user gave, if any."""
-        if asked := self.asked.get("model.image_size"):
-            return [asked if isinstance(asked, int) else tuple(asked)]
+        if size := self.override_values.get("model.image_size"):
+            return [size if isinstance(size, int) else tuple(size)]
         if not isinstance(candidate.image_size, int):
             return [candidate.image_size]
-        return image_sizes(candidate.image_size, self.stats.median_side)
+        return choose_image_sizes(candidate.image_size, self.stats.median_side)
 
     def scoring_recipe(self, candidate: Candidate) -> Recipe:
         """Build the recipe whose frozen features score a candidate.
@@ -377,10 +377,10 @@ class RecipeBuilder:
         Raises: RecipeError or WeightsError if the network does not support the user's settings.
         """
         score = Score(candidate, 0.0, 0, 0.0, eval_spec="resize", has_batch_norm=False)
-        if any(key.startswith("model.") for key in self.asked):
+        if any(key.startswith("model.") for key in self.override_values):
             full = Choice(score, frozen=False, epochs=1, reason="", scores=[], seconds=None)
-            asked_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe
-            build_setup(asked_recipe, device=torch.device("cpu"), show_progress=False)
+            full_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe
+            build_setup(full_recipe, device=torch.device("cpu"), show_progress=False)
         frozen = Choice(score, frozen=True, epochs=0, reason="", scores=[], seconds=None)
         kept = [
             override
@@ -389,7 +389,7 @@ class RecipeBuilder:
         ]
         return replace(self, overrides=kept).build(frozen, _TRIAL_OVERRIDES).recipe
 
-    def short_head_recipe(self, choice: Choice) -> Recipe:
+    def head_trial_recipe(self, choice: Choice) -> Recipe:
         """Build the recipe of a trial that trains only the classifier, with one evaluation."""
         recipe = self.build(choice, _TRIAL_OVERRIDES).recipe
         batch_size = max(recipe.data.batch_size, _HEAD_BATCH_SIZE)
@@ -402,9 +402,9 @@ class RecipeBuilder:
 
     def trains_head_first(self, choice: Choice) -> bool:
         """True if all weights are trained as in the trial: after the classifier alone (LP-FT)."""
-        return self.frozen_as_asked() is None and not choice.frozen
+        return self.frozen_by_overrides() is None and not choice.frozen
 
-    def short_full_recipe(self, choice: Choice, epochs: float) -> Recipe:
+    def full_trial_recipe(self, choice: Choice, epochs: float) -> Recipe:
         """Build the recipe of a trial that trains all weights, starting from a trained classifier.
 
         Constant batch norm statistics keep this classifier useful. The learning rate is that of the
@@ -430,7 +430,7 @@ class RecipeBuilder:
             choice: the weights, and whether to train only the classifier.
             changes: further overrides, for a trial.
         """
-        name, stats, asked = self.source.name, self.stats, self.asked
+        name, stats = self.source.name, self.stats
         score, frozen = choice.score, choice.frozen
         candidate = score.candidate
         batch_size = self._batch_size()
@@ -441,7 +441,7 @@ class RecipeBuilder:
         if self.source.splits["train"].is_streamed:
             unreadable = RecipeEntry("unreadable", "stop", "the images are streamed")
         freeze = []
-        if frozen or self.frozen_as_asked() is None:
+        if frozen or self.frozen_by_overrides() is None:
             freeze.append(RecipeEntry("freeze", "backbone" if frozen else "none", choice.reason))
         if self.trains_head_first(choice) and score.has_batch_norm:
             reason = "keeps the statistics with which the classifier was trained"
@@ -469,7 +469,7 @@ class RecipeBuilder:
                 _choose_train_pipeline(score, stats.median_side, frozen=frozen),
             ],
             "optim": self._choose_optim(choice, batch_size),
-            "run": [_choose_best_metric(asked)],
+            "run": [_choose_best_metric(self.override_values)],
         }
         values = {
             section: {entry.key: entry.value for entry in entries}
@@ -486,21 +486,23 @@ class RecipeBuilder:
             f"{section}.{entry.key}": entry.reason
             for section, entries in sections.items()
             for entry in entries
-        } | dict.fromkeys(asked, "as asked")
+        } | dict.fromkeys(self.override_values, "as asked")
         header = [f"created for {name}", *map(str, choice.scores)]
         yaml_text = redact_urls(_format_yaml(header, document.data, reasons))
         return StartResult(recipe, yaml_text, choice, builder=self)
 
     def _batch_size(self) -> int:
         """Return the batch size, the user's if there is one."""
-        return int(self.asked.get("data.batch_size", _choose_batch_size(self.stats.num_train)))
+        return int(
+            self.override_values.get("data.batch_size", _choose_batch_size(self.stats.num_train))
+        )
 
     def _choose_optim(self, choice: Choice, batch_size: int) -> list[RecipeEntry]:
         """Choose the optimizer settings; the warmup depends on the user's epochs or steps."""
-        num_train, asked, frozen = self.stats.num_train, self.asked, choice.frozen
+        num_train, values, frozen = self.stats.num_train, self.override_values, choice.frozen
         head_epochs = min(_HEAD_EPOCHS, max(1, 2_000_000 // max(num_train, 1)))
-        epochs = asked.get("optim.epochs") or (head_epochs if frozen else choice.epochs)
-        steps = asked.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
+        epochs = values.get("optim.epochs") or (head_epochs if frozen else choice.epochs)
+        steps = values.get("optim.steps") or max(1, round(epochs * num_train / batch_size))
         lr, stages = _HEAD_LR if frozen else choice.score.candidate.lr, []
         lr_reason = "a rule of thumb for these weights"
         if self.trains_head_first(choice):
@@ -629,9 +631,9 @@ def _choose_train_pipeline(score: Score, median_side: int, *, frozen: bool) -> R
     return RecipeEntry("train", spec, flip_note)
 
 
-def _choose_best_metric(asked: Mapping[str, Any]) -> RecipeEntry:
+def _choose_best_metric(override_values: Mapping[str, Any]) -> RecipeEntry:
     """Choose which weights to keep: the last ones, or the best ones if run.patience is set."""
-    if asked.get("run.patience") is None:
+    if override_values.get("run.patience") is None:
         return RecipeEntry("best", "last", "with few validation images, the best is partly luck")
     return RecipeEntry("best", "val.loss", "the metric for patience; less noisy than accuracy")
 

@@ -31,7 +31,7 @@ __all__ = [
     "Point",
     "Search",
     "Trial",
-    "choose",
+    "best_trial",
     "decide",
     "estimate_final_seconds",
     "estimate_remaining_seconds",
@@ -146,7 +146,7 @@ class Search:
         return [trial for trial in self.candidates if trial.is_finished]
 
     @property
-    def left_seconds(self) -> float:
+    def remaining_seconds(self) -> float:
         """The time left."""
         return 60 * self.minutes - self.used_seconds
 
@@ -168,13 +168,13 @@ def decide(search: Search) -> Decision | None:
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
     for trial in search.candidates:
-        _end_if_worse(search, trial)
+        _prune_if_worse(search, trial)
     active = [t for t in search.candidates if not t.end_reason and not t.is_finished]
     in_time = [trial for trial in active if _can_finish(search, trial)]
     first = search.trials[0]
     if first in in_time:
         return Decision(first.name, 1.0, "the recipe of finetune train", search.used_seconds)
-    following, reason = _following_trial(search, active, in_time)
+    following, reason = _next_trial(search, active, in_time)
     if following is not None:
         is_short = estimate_remaining_seconds(search, following) <= _SHORT_SECONDS
         next_rung = next(rung for rung in RUNG_NAMES if rung > following.rung)
@@ -189,12 +189,12 @@ def decide(search: Search) -> Decision | None:
         cost = format_duration(
             estimate_remaining_seconds(search, trial) + estimate_final_seconds(search, trial)
         )
-        left = format_duration(max(search.left_seconds, 0.0))
+        left = format_duration(max(search.remaining_seconds, 0.0))
         trial.end_reason = f"not enough time: it needs about {cost}, {left} are left"
     return None
 
 
-def _following_trial(
+def _next_trial(
     search: Search, active: Sequence[Trial], in_time: Sequence[Trial]
 ) -> tuple[Trial | None, str]:
     """Return the trial after the first one, and the reason: cases 2 to 6 of `decide`.
@@ -224,7 +224,7 @@ def _following_trial(
     return trial, reason
 
 
-def choose(search: Search) -> Trial | None:
+def best_trial(search: Search) -> Trial | None:
     """Return the best finished trial; None if none has finished.
 
     The first configuration that has finished wins unless another one is better by a standard error,
@@ -246,7 +246,7 @@ def _count_mistakes(search: Search, trial: Trial, other: Trial) -> tuple[float, 
     """Return the mistakes of both, and the number of images, over the splits that both have."""
     mistakes = other_mistakes = 0.0
     num_images = 0
-    for a, b in zip(_splits(search, trial), _splits(search, other), strict=False):
+    for a, b in zip(_all_splits(search, trial), _all_splits(search, other), strict=False):
         if a.is_finished and b.is_finished:
             mistakes += (1 - a.curve[-1].value) * a.num_images
             other_mistakes += (1 - b.curve[-1].value) * b.num_images
@@ -254,7 +254,7 @@ def _count_mistakes(search: Search, trial: Trial, other: Trial) -> tuple[float, 
     return mistakes, other_mistakes, num_images
 
 
-def _splits(search: Search, trial: Trial) -> list[Trial]:
+def _all_splits(search: Search, trial: Trial) -> list[Trial]:
     """Return a trial and its repetitions on other validation splits."""
     return [trial, *(each for each in search.trials if each.repeat_of == trial.name)]
 
@@ -302,12 +302,13 @@ def _repetition(search: Search) -> Trial | None:
     mistakes, first_mistakes, num_images = _count_mistakes(search, best, first)
     if num_images >= _MIN_VALIDATION_IMAGES or mistakes >= first_mistakes:
         return None
-    splits = {trial.name: _splits(search, trial) for trial in (best, first)}
+    splits = {trial.name: _all_splits(search, trial) for trial in (best, first)}
     number = min(map(len, splits.values()))
     unfinished = [each for same in splits.values() for each in same if not each.is_finished]
     missing = [trial for trial in (best, first) if len(splits[trial.name]) == number]
-    cost = sum(_estimate_whole(search, trial) for trial in unfinished or missing)
-    if number >= _MAX_SPLITS or cost + estimate_final_seconds(search, best) > search.left_seconds:
+    cost = sum(_estimate_total_seconds(search, trial) for trial in unfinished or missing)
+    cost += estimate_final_seconds(search, best)
+    if number >= _MAX_SPLITS or cost > search.remaining_seconds:
         return None
     if unfinished:
         return None if unfinished[0].end_reason else unfinished[0]
@@ -331,9 +332,9 @@ def _resplit(trial: Trial, number: int) -> Trial:
     )
 
 
-def _end_if_worse(search: Search, trial: Trial) -> None:
+def _prune_if_worse(search: Search, trial: Trial) -> None:
     """End a paused trial that is clearly worse than the best one was at the same point."""
-    best, rung, n = choose(search), trial.rung, trial.num_images
+    best, rung, n = best_trial(search), trial.rung, trial.num_images
     if best is None or not rung or trial.end_reason or trial.is_finished:
         return
     value, best_value = trial.value_at(rung), best.value_at(rung)
@@ -366,7 +367,7 @@ def fits_in_time(search: Search, trial: Trial, seconds: float) -> bool:
     The recipe of `finetune train` may take 10 % more, because a shorter one is rarely as good.
     """
     extra = _MAX_OVERTIME * 60 * search.minutes if trial is search.trials[0] else 0.0
-    return seconds + estimate_final_seconds(search, trial) <= search.left_seconds + extra
+    return seconds + estimate_final_seconds(search, trial) <= search.remaining_seconds + extra
 
 
 def _shorten(search: Search, trial: Trial) -> bool:
@@ -374,7 +375,8 @@ def _shorten(search: Search, trial: Trial) -> bool:
 
     The first configuration is left as it is, and none loses more than `_MIN_LENGTH` allows.
     """
-    available = search.left_seconds - estimate_final_seconds(search, trial) - _MAX_RESUME_SECONDS
+    available = search.remaining_seconds - estimate_final_seconds(search, trial)
+    available -= _MAX_RESUME_SECONDS
     length = available / max(estimate_remaining_seconds(search, trial) - _MAX_RESUME_SECONDS, 1e-9)
     optim = parse_recipe(trial.recipe, name=trial.name).optim
     whole, unit = (optim.epochs, "epoch") if optim.epochs else (optim.steps or 0, "step")
@@ -400,7 +402,7 @@ def _shorten(search: Search, trial: Trial) -> bool:
 def estimate_remaining_seconds(search: Search, trial: Trial) -> float:
     """Return the seconds that a trial needs to its last step."""
     if not trial.step_seconds:
-        return _estimate_whole(search, trial)
+        return _estimate_total_seconds(search, trial)
     steps = trial.num_steps - trial.step
     return min(trial.start_seconds, _MAX_RESUME_SECONDS) + steps * trial.step_seconds
 
@@ -410,19 +412,19 @@ def estimate_final_seconds(search: Search, trial: Trial) -> float:
     return trial.final_seconds * max(1.0, _slowdown(search.trials))
 
 
-def _estimate_whole(search: Search, trial: Trial) -> float:
+def _estimate_total_seconds(search: Search, trial: Trial) -> float:
     """Return the seconds of a whole run: measured, or its estimate corrected by other runs."""
     if trial.step_seconds:
-        return _measured_whole(trial)
+        return _measured_total_seconds(trial)
     same = [each for each in search.trials if each.kind == trial.kind and each.step_seconds]
     return trial.estimate * _slowdown(same or search.trials)
 
 
 def _slowdown(trials: Sequence[Trial]) -> float:
     """Return the measured time of trials as a multiple of their estimates; 1 before any has run."""
-    ratios = [_measured_whole(each) / each.estimate for each in trials if each.step_seconds]
+    ratios = [_measured_total_seconds(each) / each.estimate for each in trials if each.step_seconds]
     return statistics.median(ratios) if ratios else 1.0
 
 
-def _measured_whole(trial: Trial) -> float:
+def _measured_total_seconds(trial: Trial) -> float:
     return trial.start_seconds + trial.num_steps * trial.step_seconds

@@ -36,7 +36,7 @@ from finetune.commands.successive_halving import (
     Point,
     Search,
     Trial,
-    choose,
+    best_trial,
     decide,
     fits_in_time,
 )
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 _SAVE_SECONDS = 1.0  # between two records of the time used
-_USUAL_START_SECONDS = 20.0  # of a run, before its first step
+_TYPICAL_START_SECONDS = 20.0  # of a run, before its first step
 _MEASURED_SHARE = 0.1  # of the time, to measure the steps of a recipe
 # Keys of the run itself, not of its trials.
 _TRIAL_OVERRIDES = (
@@ -324,7 +324,7 @@ def _check_time(search: Search) -> None:
     """Raise RecipeError if the time is too short for the fastest recipe."""
     fastest = min(search.trials, key=lambda trial: trial.estimate)
     seconds = fastest.estimate + fastest.final_seconds
-    if seconds > search.left_seconds:
+    if seconds > search.remaining_seconds:
         raise RecipeError(
             f"--minutes {search.minutes:g}: too short for these images here: "
             f"{format_duration(search.used_seconds)} are used, and the fastest recipe takes about "
@@ -427,9 +427,9 @@ def run_search(
         try:
             session.save()
             if search.decisions and not search.decisions[-1].done:
-                session.carry_out(search.decisions[-1], is_resumed=True)
+                session.execute(search.decisions[-1], is_resumed=True)
             while not search.chosen and (decision := session.next_decision()) is not None:
-                session.carry_out(decision)
+                session.execute(decision)
         except (Interrupted, KeyboardInterrupt) as error:
             session.save()
             used = format_duration(search.used_seconds)
@@ -438,7 +438,7 @@ def run_search(
                 f"continue: {resume_command(folder)}",
                 getattr(error, "signal_number", signal.SIGINT),
             ) from None
-        chosen = search[search.chosen] if search.chosen else choose(search)
+        chosen = search[search.chosen] if search.chosen else best_trial(search)
         if chosen is None and session.errors:
             raise session.errors[0]
         if chosen is None:
@@ -504,7 +504,7 @@ class _Session:
         self.save()
         return decision
 
-    def carry_out(self, decision: Decision, *, is_resumed: bool = False) -> None:
+    def execute(self, decision: Decision, *, is_resumed: bool = False) -> None:
         """Train a trial as decided, and record what was measured.
 
         Args:
@@ -532,7 +532,7 @@ class _Session:
                 return True
             step_seconds = _step_seconds(times) or trial.step_seconds
             if not step_seconds:  # the first evaluation, after the start of the run
-                seconds = search.used_seconds - decision.used_seconds - _USUAL_START_SECONDS
+                seconds = search.used_seconds - decision.used_seconds - _TYPICAL_START_SECONDS
                 step_seconds = max(0.0, seconds / step)
             rest = (num_steps - step) * step_seconds
             return not (decision.must_finish or fits_in_time(search, trial, rest))
@@ -589,9 +589,9 @@ class _Session:
         """Format the time left, the best trial so far, and the one that starts."""
         search, trial = self.search, self.search[decision.trial]
         started = sum(bool(each.curve) for each in search.candidates if each is not trial)
-        text = f"{format_duration(max(search.left_seconds, 0))} left, "
+        text = f"{format_duration(max(search.remaining_seconds, 0))} left, "
         text += f"{started} of {len(search.candidates)} configurations tried"
-        if (best := choose(search)) is not None:
+        if (best := best_trial(search)) is not None:
             text += f", best so far {best.name} ({format_percent(best.curve[-1].value, 1)})"
         until = RUNG_NAMES[decision.until]
         return f"{text}: {trial.name} to {until}, {decision.reason} ({trial.description})"

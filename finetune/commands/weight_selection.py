@@ -46,7 +46,7 @@ from finetune.training.setup import TrainingSetup, build_setup
 __all__ = [
     "Candidate",
     "Score",
-    "image_sizes",
+    "choose_image_sizes",
     "leave_one_out_accuracy",
     "list_candidates",
     "measure_seconds_per_image",
@@ -169,7 +169,7 @@ def named_candidate(name: str, origin: str) -> Candidate:
     return Candidate(name, height if height == width else (height, width), 1e-4, origin)
 
 
-def image_sizes(pretrained_size: int, median_side: int) -> list[int]:
+def choose_image_sizes(pretrained_size: int, median_side: int) -> list[int]:
     """Return one or two image sizes to try for a network, in pixels; compare networks at the first.
 
     The first one fits the images. It is smaller than the pretrained size if they have fewer pixels,
@@ -223,9 +223,9 @@ def score_candidates(
 
     def add_contender(candidate: Candidate) -> None:
         try:
-            rival = contenders[0] if contenders else None
-            scorer = _Scorer(candidate, build_recipe(candidate), rival)
-            scorer.score_images(rival.num_rounds_done if rival else 1)
+            best_scorer = contenders[0] if contenders else None
+            scorer = _Scorer(candidate, build_recipe(candidate), best_scorer)
+            scorer.score_images(best_scorer.num_rounds_done if best_scorer else 1)
         except (FinetuneError, RuntimeError) as error:
             if not isinstance(error, RecipeError) and not is_out_of_memory(error):
                 raise
@@ -305,8 +305,9 @@ class _Scorer:
     Args:
         candidate: the weights and image size.
         recipe: a recipe that trains only the classifier.
-        rival: the best network so far. With one, a RecipeError is raised if this network has no
-            features, or is too slow for the images on which the rival was scored.
+        best_scorer: the scorer of the best network so far; None for the first network.
+    Raises: RecipeError if there is a best network, and this one has no features, or is too slow for
+        the images on which that one was scored.
 
     Attributes:
         score: the score on the images so far.
@@ -314,7 +315,7 @@ class _Scorer:
         num_rounds_done: number of rounds whose images were scored.
     """
 
-    def __init__(self, candidate: Candidate, recipe: Recipe, rival: _Scorer | None) -> None:
+    def __init__(self, candidate: Candidate, recipe: Recipe, best_scorer: _Scorer | None) -> None:
         with quiet():
             self._accelerator = create_accelerator(recipe.run)
             device = self._accelerator.device
@@ -322,8 +323,8 @@ class _Scorer:
             setup.built.model.to(device)
             seconds = measure_seconds_per_image(setup, train=False)
             has_features = FrozenBackbone(setup, self._accelerator).uses_cached_features
-        if rival is not None:
-            num_images = max(rival.score.num_images, MIN_SCORED_IMAGES)
+        if best_scorer is not None:
+            num_images = max(best_scorer.score.num_images, MIN_SCORED_IMAGES)
             if seconds * num_images > 3 * MAX_SECONDS_PER_SCORE:
                 raise RecipeError(f"{candidate}: is too slow here", code="recipe.unsupported")
             if not has_features:

@@ -76,13 +76,13 @@ def choose_weights(
     overrides = [f"data.{key}={json.dumps(value)}" for key, value in settings.items()]
     builder = RecipeBuilder(train, inspect_data(train, 0.0), overrides, parse_overrides(overrides))
 
-    def sizes_of(candidate: Candidate) -> Sequence[int | tuple[int, int]]:
-        return builder.sizes_of(candidate)[:1]
+    def image_sizes(candidate: Candidate) -> Sequence[int | tuple[int, int]]:
+        return builder.image_sizes(candidate)[:1]
 
     if names:
         named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
-        return [replace(each, image_size=sizes_of(each)[0]) for each in named]
-    scores = score_candidates(list_candidates(device), builder.scoring_recipe, sizes=sizes_of)
+        return [replace(each, image_size=image_sizes(each)[0]) for each in named]
+    scores = score_candidates(list_candidates(device), builder.scoring_recipe, sizes=image_sizes)
     similar = [
         score
         for score in scores[1:]

@@ -11,7 +11,7 @@ import pytest
 from logs import logged
 
 from finetune.commands import freeze_trial
-from finetune.commands.freeze_trial import compare_frozen_and_full, last_layers_suffice
+from finetune.commands.freeze_trial import compare_frozen_and_full, find_reason_to_freeze
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.trial import TrialEvaluation, run_trial
@@ -106,9 +106,9 @@ def test_last_layers_suffice_if_earlier_ones_only_add_noise(
         values[:, first : first + 10] += 3 * np.eye(10)[loader.labels]
         return values.astype(np.float32)
 
-    assert last_layers_suffice(recipe("model.freeze=backbone")) is None  # of digits, measured
+    assert find_reason_to_freeze(recipe("model.freeze=backbone")) is None  # of digits, measured
     monkeypatch.setattr(freeze_trial, "compute_features", compute)
-    assert (last_layers_suffice(recipe("model.freeze=backbone")) is not None) is is_enough
+    assert (find_reason_to_freeze(recipe("model.freeze=backbone")) is not None) is is_enough
 
 
 def test_layers_are_compared_on_whole_groups(
@@ -122,7 +122,7 @@ def test_layers_are_compared_on_whole_groups(
 
     monkeypatch.setattr(freeze_trial, "leave_one_out_accuracy", record)
     source = [f"data.source=folder:{image_folder}", "data.num_train=null"]
-    last_layers_suffice(recipe("model.freeze=backbone", "data.group=(\\w+-[0-3])", *source))
+    find_reason_to_freeze(recipe("model.freeze=backbone", "data.group=(\\w+-[0-3])", *source))
     assert len(compared) == 2
     assert all("red-3" in groups for groups in compared)
 

@@ -91,7 +91,7 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> Findings:
 
     monkeypatch.setattr(start_module, "score_candidates", score)
     monkeypatch.setattr(start_module, "compare_frozen_and_full", fake.compare)
-    monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: None)
+    monkeypatch.setattr(start_module, "find_reason_to_freeze", lambda recipe: None)
     monkeypatch.setattr(
         start_module, "measure_seconds_per_image", lambda setup, train: fake.step_seconds
     )
@@ -174,7 +174,7 @@ class TestChoice:
         findings: Findings,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: why)
+        monkeypatch.setattr(start_module, "find_reason_to_freeze", lambda recipe: why)
         findings.scores = [replace(findings.scores[0], forward_seconds=seconds)]
         assert start(photos).recipe.model.freeze == ("none" if num_trials else "backbone")
         assert len(findings.trials) == num_trials

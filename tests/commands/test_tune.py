@@ -30,10 +30,10 @@ from finetune.commands import (
     weight_selection,
 )
 from finetune.commands import start as start_module
-from finetune.commands.portfolio import Member, build_trials
+from finetune.commands.portfolio import Config, build_trials
 from finetune.commands.search_space import draw_trials
 from finetune.commands.start import Choice, RecipeBuilder, StartResult
-from finetune.commands.successive_halving import Decision, Point, Search, Trial, choose, decide
+from finetune.commands.successive_halving import Decision, Point, Search, Trial, best_trial, decide
 from finetune.commands.tune import Progress, read_search, run_search
 from finetune.commands.weight_selection import Candidate, Score
 from finetune.errors import DivergedError, Interrupted
@@ -176,7 +176,7 @@ class TestDecisions:
     def test_a_decision_depends_on_the_record_alone(self, tmp_path: Path) -> None:
         Machine(accuracies={"b": 0.9}).run(make_search(), tmp_path)
         search = read_search(tmp_path)
-        assert choose(search) == search[search.chosen]
+        assert best_trial(search) == search[search.chosen]
         first = make_search()
         assert decide(first) == decide(make_search()) == Decision("start", 1.0, ANY_TEXT, 0.0)
 
@@ -597,7 +597,7 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two_members(no_collection: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_configs(no_collection: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe of `finetune train`, of the classifier, and two others.
 
     The choice of the first one measures times, so a busy machine would choose another one.
@@ -605,15 +605,15 @@ def two_members(no_collection: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (start_module, weight_selection):
         monkeypatch.setattr(module, "measure_seconds_per_image", lambda setup, train: 1e-4)
     monkeypatch.setattr(start_module, "_HEAD_EPOCHS", 2)
-    monkeypatch.setattr(start_module, "last_layers_suffice", lambda recipe: "they suffice")
+    monkeypatch.setattr(start_module, "find_reason_to_freeze", lambda recipe: "they suffice")
     monkeypatch.setattr(
         start_module, "compare_frozen_and_full", lambda *_, **__: (False, "a trial")
     )
-    members = (Member("full", "all weights"), Member("low", "a third", lr=1 / 3))
-    monkeypatch.setattr(portfolio, "PORTFOLIO", members)
+    configs = (Config("full", "all weights"), Config("low", "a third", lr_factor=1 / 3))
+    monkeypatch.setattr(portfolio, "PORTFOLIO", configs)
 
 
-@pytest.mark.usefixtures("two_members", "no_plots")
+@pytest.mark.usefixtures("two_configs", "no_plots")
 class TestRuns:
     def test_the_folder_holds_the_chosen_run_as_if_it_had_been_trained_alone(
         self, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

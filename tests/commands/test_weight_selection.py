@@ -16,7 +16,7 @@ from finetune.commands import weight_selection
 from finetune.commands.weight_selection import (
     Candidate,
     Score,
-    image_sizes,
+    choose_image_sizes,
     leave_one_out_accuracy,
     measure_seconds_per_image,
     score_candidates,
@@ -45,7 +45,7 @@ NANO = Candidate("embedded:vit_nano", 32, 1e-3, "")
     ],
 )
 def test_image_sizes_follow_the_images(pretrained: int, side: int, sizes: list[int]) -> None:
-    assert image_sizes(pretrained, side) == sizes
+    assert choose_image_sizes(pretrained, side) == sizes
 
 
 def test_leave_one_out_accuracy() -> None:

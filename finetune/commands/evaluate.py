@@ -64,7 +64,7 @@ from finetune.run.record import (
     read_record,
     warn_of_copied_shards,
 )
-from finetune.training.accelerator import create_run_accelerator
+from finetune.training.accelerator import check_same_on_all_ranks, create_run_accelerator
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader
 from finetune.transforms.eval_transforms import add_corruption, build_pipeline, default_eval_spec
@@ -170,6 +170,8 @@ def evaluate_model(
     source, split, data_changed = open_evaluation_data(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
+    labels = [source.class_names, source.splits[split].labels.tolist()]
+    check_same_on_all_ranks({"labels": labels, "weights": built.provenance.get("sha256")})
     if accelerator.is_main_process:
         warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(

@@ -282,7 +282,7 @@ def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
         )
     if recipe is not None and data is None:
         own = open_data(section, seed)
-        for name in dict.fromkeys(("train", split)):
+        for name in {"train": None, split: None}.keys() & own.splits.keys():
             warn_if_changed(model, own, name)
     return _ProbeTask(source, split, section, seed, recipe.run.threads if recipe else None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,8 @@ def _run_entry(
                 code="recipe.conflict",
             )
         choices.append({"overrides": list(combination), metric: value, "run": str(path)})
+    varied = {key.partition(".")[0] for row in choices for key in row["overrides"]}
+    _check_same_inputs(entry.name, [Path(row["run"]) for row in choices], varied=varied)
     if choices:
         best = (min if key == "loss" else max)(choices, key=lambda row: row[metric])
         choices = [{**row, "chosen": row is best} for row in choices]
@@ -227,19 +229,25 @@ def _run_entry(
     )
 
 
-def _check_same_inputs(name: str, folders: Sequence[Path]) -> None:
-    """Raise DataError if the seeds of an entry, which are averaged, had different images."""
+def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection[str] = ()) -> None:
+    """Raise DataError if runs that are averaged or compared had other images or weights.
+
+    Args:
+        name: name of the entry.
+        varied: sections of the recipe in which the runs differ.
+    """
     recipes = [(folder, load_run_recipe(folder)) for folder in folders]
     identities = [
         training_identity(recipe, read_record(RunDir(folder)))
         for folder, recipe in recipes
         if recipe is not None
     ]
-    if inputs := differing_inputs(identities):
+    inputs = differing_inputs(identities)
+    if names := [each for section, each in inputs.items() if section not in varied]:
         raise DataError(
             f"{name}: its runs ({', '.join(map(str, folders))}) used different "
-            f"{' and '.join(inputs.values())}, so their mean is not meaningful; remove the wrong "
-            "ones and run the command again",
+            f"{' and '.join(names)}, so they cannot be averaged or compared; remove the wrong ones "
+            "and run the command again",
             code="data.changed",
         )
 
@@ -277,24 +285,25 @@ def _load_finished_copy(folder: Path, recipe: Recipe) -> _Results | None:
 def _probe_or_load(
     entry: PlanEntry, recipe: Recipe, folder: Path, *, run_missing: bool, done: bool
 ) -> EntryResult | None:
-    """Probe the features of a recipe's weights, unless a finished probe of them exists.
+    """Probe the features of a recipe's weights, or read a probe with the same settings.
 
     With `done`, its data may have been at another path.
     """
-    settings, model = entry.probe, recipe.model.name
+    settings, model, data = entry.probe, recipe.model.name, recipe.data.source
     assert settings is not None
+    if run_missing:  # cached features of the same images and weights make it short
+        probe = probe_model(
+            model, data=data, shots=settings.shots, seeds=settings.draws, out=folder
+        )
+        return EntryResult(entry, [folder], probe=probe)
     file = folder / "probe.json"
     probe = load_json(file) if file.is_file() else {}
     shots = {int(count): row for count, row in probe.get("shots", {}).items()}
     has_same_settings = probe.get("model") == model and tuple(shots) == settings.shots
-    has_same_settings &= done or probe.get("data") == redact_urls(recipe.data.source)
-    if has_same_settings and all(len(row["seeds"]) == settings.draws for row in shots.values()):
-        probe["shots"] = shots
-    elif run_missing:
-        data, num_draws = recipe.data.source, settings.draws
-        probe = probe_model(model, data=data, shots=settings.shots, seeds=num_draws, out=folder)
-    else:
+    has_same_settings &= done or probe.get("data") == redact_urls(data)
+    if not has_same_settings or any(len(row["seeds"]) != settings.draws for row in shots.values()):
         return None
+    probe["shots"] = shots
     return EntryResult(entry, [folder], probe=probe)
 
 

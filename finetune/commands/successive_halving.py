@@ -150,6 +150,10 @@ class Search:
         """The time left."""
         return 60 * self.minutes - self.used_seconds
 
+    def format_value(self, value: float) -> str:
+        """Format a value of `metric`: "57.3 %", or "57.3 % mAP"."""
+        return format_percent(value, 1) + (" mAP" if self.metric == "map" else "")
+
 
 # Decisions: functions of the recorded measurements ------------------------------------------------
 
@@ -237,7 +241,7 @@ def best_trial(search: Search) -> Trial | None:
     for trial in search.finished[1:]:
         mistakes, first_mistakes, num_images = _count_mistakes(search, trial, first)
         z = _Z_BETTER if num_images >= _MIN_VALIDATION_IMAGES else _Z_FEW
-        if _z_score(first_mistakes, mistakes) >= z:
+        if _z_score(first_mistakes, mistakes, num_images) >= z:
             better.append(trial)
     return max(better, key=_final_value, default=first)
 
@@ -259,12 +263,13 @@ def _all_splits(search: Search, trial: Trial) -> list[Trial]:
     return [trial, *(each for each in search.trials if each.repeat_of == trial.name)]
 
 
-def _z_score(mistakes: float, fewer_mistakes: float) -> float:
-    """Return a difference of mistakes in standard errors, as if no image were a mistake of both.
+def _z_score(mistakes: float, fewer_mistakes: float, num_images: int) -> float:
+    """Return a difference of mistakes in standard errors, as if the two had other images.
 
-    That is McNemar's statistic at its smallest; one image more, so that a single one never decides.
+    With the same images, the error is smaller. One image more, so that a single one never decides.
     """
-    return (mistakes - fewer_mistakes) / math.sqrt(mistakes + fewer_mistakes + 1)
+    variance = sum(count * (1 - count / num_images) for count in (mistakes, fewer_mistakes))
+    return (mistakes - fewer_mistakes) / math.sqrt(variance + 1)
 
 
 def _final_value(trial: Trial) -> tuple[float, float]:
@@ -340,10 +345,10 @@ def _prune_if_worse(search: Search, trial: Trial) -> None:
     value, best_value = trial.value_at(rung), best.value_at(rung)
     is_comparable = (trial.kind == "head") == (best.kind == "head")
     z = _Z_WORSE if is_comparable else 2 * _Z_WORSE
-    if _z_score((1 - value) * n, (1 - best_value) * n) >= z:
+    if _z_score((1 - value) * n, (1 - best_value) * n, n) >= z:
         trial.end_reason = (
             f"clearly worse than {best.name} after {RUNG_NAMES[rung]}: "
-            f"{format_percent(value, 1)} against {format_percent(best_value, 1)}"
+            f"{search.format_value(value)} against {search.format_value(best_value)}"
         )
 
 

@@ -54,7 +54,7 @@ from finetune.errors import (
     redact_urls,
 )
 from finetune.files import remove_path
-from finetune.formatting import format_duration, format_percent, pluralize
+from finetune.formatting import format_duration, pluralize
 from finetune.log import logger, only_warnings, warn_once
 from finetune.model_checksums import json_sha256
 from finetune.recipe.load import parse_overrides, parse_recipe
@@ -186,7 +186,7 @@ def tune(search: Search, out: Path, *, source_overrides: Sequence[str] = ()) -> 
     """
     chosen = run_search(search, out, source_overrides=source_overrides)
     folder = out / "trials" / chosen.name
-    value = format_percent(chosen.curve[-1].value, 1)
+    value = search.format_value(chosen.curve[-1].value)
     logger.info(
         f"chosen after {format_duration(search.used_seconds)}: {chosen.name} "
         f"({chosen.description}), {value} on {pluralize(chosen.num_images, 'validation image')}"
@@ -391,8 +391,8 @@ def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     """Return a hash of everything that a run was trained on, by its name for users."""
     classes = record["split_fingerprints"].get("classes")
     inputs = {_DATA: json_sha256({**record["whole_fingerprints"], "classes": classes})}
-    if sha256 := record.get("weights_sha256"):
-        inputs[f"the pretrained weights {recipe.model.name}"] = sha256
+    weights = {key: record["plan"]["weights"].get(key) for key in ("sha256", "config_sha256")}
+    inputs[f"the pretrained weights {recipe.model.name}"] = json_sha256(weights)
     if teacher := record.get("teacher"):
         keys = ("sha256", "config_sha256")
         inputs["the weights of the teacher"] = json_sha256({key: teacher.get(key) for key in keys})
@@ -592,7 +592,7 @@ class _Session:
         text = f"{format_duration(max(search.remaining_seconds, 0))} left, "
         text += f"{started} of {len(search.candidates)} configurations tried"
         if (best := best_trial(search)) is not None:
-            text += f", best so far {best.name} ({format_percent(best.curve[-1].value, 1)})"
+            text += f", best so far {best.name} ({search.format_value(best.curve[-1].value)})"
         until = RUNG_NAMES[decision.until]
         return f"{text}: {trial.name} to {until}, {decision.reason} ({trial.description})"
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from finetune.errors import FinetuneError, RecipeError, WeightsError, did_you_mean
 from finetune.log import logger
+from finetune.model_checksums import json_sha256
 from finetune.models.freeze import freeze_parameters
 from finetune.models.head import as_name_tuple, copy_classifier_rows, zero_head
 from finetune.models.lora import add_adapter
@@ -209,10 +210,12 @@ def _kept_rows_message(name: str, rows: Mapping[int, int], class_names: Sequence
 def _provenance(model: nn.Module, weights: Weights, **changes: Any) -> dict[str, Any]:
     """Return the origin of the weights, the `changes` made to them, and parameter counts."""
     parameters = list(model.parameters())
+    config = {"args": weights.model_args, "config": weights.config, "names": weights.class_names}
     return {
         **weights.provenance,
         "architecture": weights.architecture,
         "pretrained": weights.state is not None,
+        "config_sha256": json_sha256(config),
         **changes,
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),

@@ -89,7 +89,7 @@ class RunRecord(TypedDict, total=False):
     precision: str  # "fp32", "bf16" or "fp16"
     data_fingerprint: str  # sha256 over all of `split_fingerprints`
     split_fingerprints: dict[str, Any]  # sha256 of each split, and of the class names
-    whole_fingerprints: dict[str, Any]  # without `data.split_seed`: `Source.whole_fingerprints`
+    whole_fingerprints: dict[str, Any]  # `Source.whole_fingerprints`
     leakage: list[str]  # result of `find_leakage`
     weights_sha256: str | None  # sha256 of the weights file that training started from
     kept_rows_sha256: str | None  # sha256 of the rows of the pretrained head that were kept

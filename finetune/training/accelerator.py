@@ -10,7 +10,7 @@ import datetime
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     LoggerType,
     broadcast_object_list,
+    gather_object,
     parse_flag_from_env,
 )
 
@@ -41,6 +42,7 @@ from finetune.training.launcher import Launcher, get_launcher, requested_num_pro
 from finetune.training.rank_errors import error_from_rank
 
 __all__ = [
+    "check_same_on_all_ranks",
     "create_accelerator",
     "create_run_accelerator",
     "destroy_process_group",
@@ -190,6 +192,22 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], _Result]) -> _R
         raise error_from_rank(*outcome[1])
     result: _Result = outcome[0]
     return result
+
+
+def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
+    """Raise SetupError on every rank if one of them has other values than rank 0.
+
+    Args:
+        values: the values of this rank, by their names for users.
+    """
+    main, *others = gather_object([dict(values)])
+    for rank, other in enumerate(others, start=1):
+        if different := [name for name, value in main.items() if other.get(name) != value]:
+            raise SetupError(
+                f"rank {rank} differs from rank 0 in {', '.join(different)}; start all processes "
+                "with the same command, data and weights",
+                code="setup.ranks_differ",
+            )
 
 
 def destroy_process_group() -> None:

@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from finetune.data.leakage import find_leakage
@@ -38,8 +38,15 @@ from finetune.run.record import (
 )
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
+from finetune.training.stages import has_started
 
-__all__ = ["check_no_existing_run", "check_same_weights", "record_plan", "start_or_resume"]
+__all__ = [
+    "check_no_existing_run",
+    "check_same_weights",
+    "record_plan",
+    "start_or_resume",
+    "warn_of_changes",
+]
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
@@ -93,21 +100,13 @@ def start_or_resume(
     is_branch = source is not run
     if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        if resume and (recorded := record.get("training_keys")):
-            changes = [
-                f"{key} ({values})"
-                for key, values in changed_training_keys(recorded, setup.recipe).items()
-            ]
-            if record.get("split_fingerprints", fingerprints) != fingerprints:
-                changes.append("images or labels")
-            try:
-                check_same_weights(run, setup, record)
-            except WeightsError:
-                changes.append("pretrained weights or their config.json")
-            if teacher is not None and _differs_from_teacher(record, teacher):
-                changes.append("teacher")
+        if resume and "training_keys" in record:
+            changes = _list_changes(run, setup, record, fingerprints, teacher)
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
-            logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
+            if not has_started(setup.recipe, run.path):
+                logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
+            elif changes:
+                logger.warning(_stage_message(run, changes))
         record = _new_id()
         record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:
@@ -163,7 +162,7 @@ def start_or_resume(
         **collect_environment(setup.device, num_processes),
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
         "split_fingerprints": fingerprints,
-        "whole_fingerprints": setup.whole_fingerprints(),
+        "whole_fingerprints": setup.source.whole_fingerprints(),
         "weights_sha256": setup.built.provenance.get("sha256"),
         "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
         **cast(RunRecord, _config_entries(setup)),
@@ -190,6 +189,48 @@ def start_or_resume(
     elif start_step:
         run.drop_metrics_after(start_step)
     return start_step
+
+
+def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any] | None) -> None:
+    """Warn of what has changed since the first stage of a run started.
+
+    The training after the stages, which has not started, uses it.
+    """
+    record = read_record(run)
+    if record and (changes := _list_changes(run, setup, record, setup.fingerprints(), teacher)):
+        logger.warning(_stage_message(run, changes))
+
+
+def _stage_message(run: RunDir, changes: Sequence[str]) -> str:
+    return (
+        f"{run.path}: changed since the first stage started: {'; '.join(changes)}; the training "
+        "after the stages uses what there is now"
+    )
+
+
+def _list_changes(
+    run: RunDir,
+    setup: TrainingSetup,
+    record: RunRecord,
+    fingerprints: Mapping[str, str],
+    teacher: Mapping[str, Any] | None,
+) -> list[str]:
+    """List what differs from run.json; the arguments are those of `start_or_resume`."""
+    changes = [
+        f"{key} ({values})"
+        for key, values in changed_training_keys(
+            record.get("training_keys", {}), setup.recipe
+        ).items()
+    ]
+    if record.get("split_fingerprints", fingerprints) != fingerprints:
+        changes.append("images or labels")
+    try:
+        check_same_weights(run, setup, record)
+    except WeightsError:
+        changes.append("pretrained weights or their config.json")
+    if teacher is not None and _differs_from_teacher(record, teacher):
+        changes.append("teacher")
+    return changes
 
 
 def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:

@@ -97,11 +97,6 @@ class TrainingSetup:
         splits = {name: split.fingerprint for name, split in self.source.splits.items()}
         return {**splits, "classes": self.source.classes_fingerprint}
 
-    def whole_fingerprints(self) -> dict[str, str]:
-        """Return `Source.whole_fingerprints` if run.seed draws images; else {}, without reading."""
-        is_drawn = self.recipe.data.split_seed is None
-        return self.source.whole_fingerprints() if is_drawn else {}
-
     def check_transforms(self) -> None:
         """Apply the training and the evaluation transforms to one image.
 

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import RunDir
 
-__all__ = ["stage_folder", "stage_recipes"]
+__all__ = ["has_started", "stage_folder", "stage_recipes"]
 
 
 def stage_folder(out: str | Path, number: int) -> Path:
     """Return the run directory of a stage; stages are numbered from 1."""
     return Path(out) / "stages" / str(number)
+
+
+def has_started(recipe: Recipe, out: str | Path) -> bool:
+    """Return whether the first stage of a run has a checkpoint."""
+    return bool(recipe.optim.stages) and bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
 
 
 def stage_recipes(recipe: Recipe) -> list[Recipe]:

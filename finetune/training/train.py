@@ -16,11 +16,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetune.data.feature_loader import AnyLoader
-from finetune.data.from_recipe import open_data
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted, Paused
 from finetune.evaluation.evaluator import Evaluator
-from finetune.files import write_atomically
 from finetune.formatting import pluralize
 from finetune.log import logger
 from finetune.model_checksums import verify_model_folder
@@ -29,12 +27,12 @@ from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
 from finetune.progress import step_bar, step_postfix
 from finetune.ranks import local_world_size
-from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import changed_training_keys, training_keys
+from finetune.recipe.training_keys import LOCATION_KEYS, training_keys
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.record import read_record, record_status, write_record
 from finetune.training.accelerator import (
+    check_same_on_all_ranks,
     create_accelerator,
     destroy_process_group,
     run_on_main,
@@ -52,18 +50,22 @@ from finetune.training.finalize import (
 from finetune.training.launcher import get_launcher
 from finetune.training.meter import TrainMeter
 from finetune.training.rank_errors import RankErrors
-from finetune.training.resume import check_no_existing_run, record_plan, start_or_resume
+from finetune.training.resume import (
+    check_no_existing_run,
+    record_plan,
+    start_or_resume,
+    warn_of_changes,
+)
 from finetune.training.sanity import check_setup
 from finetune.training.setup import build_setup
 from finetune.training.signals import StopSignals
-from finetune.training.stages import stage_folder, stage_recipes
+from finetune.training.stages import has_started, stage_folder, stage_recipes
 from finetune.training.startup_summary import format_startup_summary
 from finetune.training.trainer_state import TrainerState
 
 __all__ = ["train"]
 
 LOCK_TIMEOUT_SECONDS = 30.0  # after a restart, the previous rank 0 may take this long to end
-_STAGES_TEST_FILE = "stages/test.json"  # fingerprint of the test split, which no stage reads
 
 
 def train(
@@ -112,7 +114,7 @@ def train(
             lambda: any(RunDir(path).checkpoint_steps() for path in (out, branch_from or out)),
         )
         if not dry_run and not stages_done:
-            run_on_main(accelerator, lambda: _prepare_stages(recipe, Path(out), resume=resume))
+            _prepare_stages(recipe, accelerator, RunDir(out), resume=resume)
         for number, stage in enumerate([] if stages_done else stage_recipes(recipe), start=1):
             folder = stage_folder(out, number)
             _train(
@@ -145,47 +147,26 @@ def train(
     )
 
 
-def _prepare_stages(recipe: Recipe, out: Path, *, resume: bool) -> None:
-    """Write recipe.yaml if no stage has started, so that --resume finds it during the stages.
+def _prepare_stages(recipe: Recipe, accelerator: Accelerator, run: RunDir, *, resume: bool) -> None:
+    """Check the training after the stages, and write recipe.yaml and run.json, before they start.
 
-    Later, warn of changes: what has not started, the training after the stages, uses them.
-
-    Raises: SetupError if a stage has started and `resume` is False.
+    Raises: SetupError if a stage has started and `resume` is False; the errors of `_train`.
     """
-    with contextlib.closing(RunDir(out)) as run:
-        run.open()
-        has_stage = bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
-        if not resume:
-            check_no_existing_run(run, has_stage=has_stage)
-        path = out / "recipe.yaml"
-        if (out / "run.json").exists():
-            return
-        test_fingerprint = _test_fingerprint(recipe)
-        if has_stage and path.exists():
-            if run.read_json(_STAGES_TEST_FILE) not in (None, {"fingerprint": test_fingerprint}):
-                logger.warning(
-                    f"{recipe.data.source}: the test split has changed since the first stage "
-                    "started; it is evaluated as it is now"
-                )
-            differences = changed_training_keys(training_keys(load_recipe(path)), recipe)
-            for key, values in differences.items():
-                logger.warning(
-                    f"{out}: {key} has changed since the first stage started ({values}); the "
-                    "training after the stages uses the new value"
-                )
-        else:
-            write_atomically(path, recipe.to_yaml())
-            if test_fingerprint is not None:
-                (out / "stages").mkdir(exist_ok=True)
-                run.write_json(_STAGES_TEST_FILE, {"fingerprint": test_fingerprint})
+    trainer = _build_trainer(recipe, accelerator, run, init_from=None)
+    provenance = trainer.provenance()
 
+    def prepare() -> None:
+        with contextlib.closing(run):
+            run.open()
+            started = has_started(recipe, run.path)
+            if not resume:
+                check_no_existing_run(run, has_stage=started)
+            if started:
+                warn_of_changes(run, trainer.setup, provenance.get("teacher"))
+            else:
+                start_or_resume(run, trainer.setup, resume=resume, **provenance)
 
-def _test_fingerprint(recipe: Recipe) -> str | None:
-    """Return the fingerprint of the test split; None if the run does not evaluate one."""
-    if not recipe.run.test:
-        return None
-    test = open_data(recipe.data, recipe.run.seed).splits.get("test")
-    return None if test is None else test.fingerprint
+    run_on_main(accelerator, prepare)
 
 
 def _train(
@@ -330,6 +311,7 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     digests = run_on_main(accelerator, lambda: [split.digests for split in in_files])
     for split, split_digests in zip(in_files, digests, strict=True):
         split.use_digests(split_digests)
+    check_same_on_all_ranks(_training_inputs(trainer))
     if start_step:  # before the data: cached features need the weights
         trainer.load_checkpoint(start_step)
     train_loader = trainer.build_train_loader()
@@ -345,6 +327,22 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
     for warning in check_setup(setup):
         logger.warning(warning)
     return train_loader, val_loader
+
+
+def _training_inputs(trainer: TrainerState) -> dict[str, Any]:
+    """Return what determines the trained weights, by its name for users."""
+    sections, weights = training_keys(trainer.recipe), trainer.setup.built.provenance
+    teacher = trainer.provenance().get("teacher", {})
+    inputs = {
+        f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()
+    }
+    inputs = {key: value for key, value in inputs.items() if key not in LOCATION_KEYS}
+    return {
+        **inputs,
+        "labels, classes or shards": trainer.setup.fingerprints(),
+        "pretrained weights": [weights.get(key) for key in ("sha256", "config_sha256")],
+        "teacher": [teacher.get(key) for key in ("sha256", "config_sha256")],
+    }
 
 
 def _train_loop(

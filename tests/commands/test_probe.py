@@ -188,7 +188,8 @@ def test_changed_images_of_the_run_are_said(tmp_path: Path, split: str) -> None:
         assert lines == []
         write_file(tmp_path / "set" / split / "a" / "0.png", random_png(99, size=(8, 8)))
         probe_model(str(run), shots=[1], seeds=1)
-    assert len(lines) == 1 and f"'{split}' have changed since the run" in lines[0]
+    (line,) = lines
+    assert f"'{split}' have changed since the run" in line
 
 
 def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_path: Path) -> None:

@@ -242,20 +242,22 @@ def test_run_copied_without_its_model_is_not_trained_again(
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_seeds_of_other_images_are_not_averaged(
-    done: bool, plan: str, fake_training, tmp_path: Path
+@pytest.mark.parametrize("run", ["chosen-s3", "chosen-choose/*"])
+def test_runs_of_other_images_are_neither_averaged_nor_compared(
+    run: str, done: bool, plan: str, fake_training, tmp_path: Path
 ) -> None:
     """Runs without model/ are not resumed, which would compare the images."""
     run_plan(plan, only=["chosen"], out=tmp_path)
-    (tmp_path / "chosen-s3" / "model").rmdir()
-    record_path = tmp_path / "chosen-s3" / "run.json"
-    record = json.loads(record_path.read_text())
-    record_path.write_text(json.dumps({**record, "split_fingerprints": {"test": "0"}}))
-    with refused("data.changed", tmp_path / "chosen-s3", "different images"):
+    folder, *_ = tmp_path.glob(run)
+    (folder / "model").rmdir()
+    record = json.loads((folder / "run.json").read_text())
+    changed = {**record, "split_fingerprints": {"test": "0"}}
+    (folder / "run.json").write_text(json.dumps(changed))
+    with refused("data.changed", folder, "different images"):
         run_plan(plan, only=[] if done else ["chosen"], out=tmp_path, done=done)
 
 
-def test_probe_entries_run_once(
+def test_probe_entries_are_repeated_on_cached_features(
     plan: str, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe_calls: list[dict[str, Any]] = []
@@ -278,10 +280,10 @@ def test_probe_entries_run_once(
     assert probe_calls == [{"model": "embedded:vit_nano", **expected, "out": out}]
     run_plan(plan, only=["few"], out=tmp_path / "out")
     summary = run_plan(plan, done=True, out=tmp_path / "out")
-    assert (len(probe_calls), list(summary["probes"])) == (1, ["few"])
+    assert (len(probe_calls), list(summary["probes"])) == (2, ["few"])
     other = {"embedded:digits": "parquet:other"}
     run_plan(plan, only=["few"], out=tmp_path / "out", sources=other)
-    assert [call["data"] for call in probe_calls] == ["embedded:digits", "parquet:other"]
+    assert [call["data"] for call in probe_calls[1:]] == ["embedded:digits", "parquet:other"]
     assert "    5    0.4000" in format_plan_results(summary)
     Path(plan).write_text(Path(plan).read_text().replace("draws: 2", "draws: 3"))
     assert run_plan(plan, done=True, out=tmp_path / "out")["probes"] == {}

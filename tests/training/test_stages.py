@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from forked_runs import (
     train_until_killed,
 )
 from logs import logged
-from PIL import Image
 from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file
+from small_datasets import random_png, write_file, write_image_folder
 
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
@@ -90,34 +89,33 @@ def test_first_stage_trains_the_head_on_features(
     )
 
 
-def test_changes_after_the_first_stage_has_started_are_said(tmp_path: Path) -> None:
-    with contextlib.closing(RunDir(tmp_path / "run")) as run:
-        run.open()
-    short = make_recipe("optim.steps=1", "run.test=false")
-    (run.path / "recipe.yaml").write_text(short.to_yaml())
-    (stage,) = stage_recipes(short)
-    train(stage, stage_folder(run.path, 1))
-    changed = make_recipe("optim.steps=1", "run.test=false", "optim.lr=1e-3")
+@pytest.mark.parametrize("split", ["added", "changed"])
+def test_what_changes_during_the_stages_is_said(tmp_path: Path, split: str) -> None:
+    """The training after the stages uses it; the stages use neither test images nor teacher."""
+    source, teacher = tmp_path / "data", f"distill.teacher={tmp_path / 'teacher'}"
+    write_image_folder(source, {"train/a": 4, "train/b": 4, "test/a": 2, "test/b": 2})
+    if split == "added":
+        shutil.move(source / "test", tmp_path / "test")
+    data = (f"data.source=folder:{source}", "data.num_train=null", "data.num_test=null")
+    short = (*data, "data.batch_size=4", "optim.steps=1")
+    for seed in (1, 2):
+        teacher_recipe = make_recipe("optim.stages=[]", f"run.seed={seed}", *short)
+        train(teacher_recipe, tmp_path / f"teacher{seed}")
+    (tmp_path / "teacher1").rename(tmp_path / "teacher")
+    train_until_killed(5, make_recipe(*short, teacher), tmp_path / "run")
+    shutil.rmtree(tmp_path / "teacher")
+    (tmp_path / "teacher2").rename(tmp_path / "teacher")
+    if split == "added":
+        shutil.move(tmp_path / "test", source / "test")
+    else:
+        write_file(source / "test" / "a" / "0.png", random_png(99))
     lines: list[str] = []
+    changed = make_recipe(*short, teacher, "optim.lr=1e-3")
     with logged(lines):
-        train(changed, run.path, resume=True)
-    said = [line for line in lines if "has changed since the first stage started" in line]
-    assert [line.split(": ")[1].split()[0] for line in said] == ["optim.lr"]
-
-
-def test_a_test_image_that_changes_during_the_stages_is_said(tmp_path: Path) -> None:
-    for split, number in itertools.product(("train", "test"), range(4)):
-        folder = tmp_path / "data" / split / str(number % 2)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(folder / f"{number}.png")
-    data = [f"data.source={tmp_path / 'data'}", "data.num_train=4", "data.num_test=null"]
-    recipe = make_recipe(*data, "data.batch_size=2", "optim.steps=1")
-    train_until_killed(5, recipe, tmp_path / "run")
-    Image.new("RGB", (8, 8), (0, 255, 0)).save(tmp_path / "data/test/0/0.png")
-    lines: list[str] = []
-    with logged(lines):
-        train(recipe, tmp_path / "run", resume=True)
-    assert sum("the test split has changed since the first stage started" in x for x in lines) == 1
+        train(changed, tmp_path / "run", resume=True)
+    (said,) = {line for line in lines if "changed since the first stage started" in line}
+    for part in ("optim.lr (", "images or labels", "teacher"):
+        assert part in said
 
 
 def test_a_stage_that_trains_the_head_has_no_layer_decay() -> None:

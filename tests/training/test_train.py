@@ -32,6 +32,7 @@ from forked_runs import (
 from ranks import run_rank_command, run_two_ranks
 from refusals import refused
 from safetensors.torch import load_file
+from small_datasets import write_image_folder
 
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore
@@ -451,3 +452,30 @@ def test_two_processes_give_the_losses_of_one(plain_losses: list[float], tmp_pat
     assert json.loads((out / "run.json").read_text())["num_processes"] == 2
     assert read_train_losses(out) == pytest.approx(plain_losses, abs=1e-5)
     assert json.loads((out / "results.json").read_text())["test"]["examples"] == 355
+
+
+@pytest.mark.parametrize(
+    "other,name",
+    [
+        ("optim.lr=0.5", "optim.lr"),
+        ("data.source=csv:{}/other.csv", "labels, classes or shards"),
+    ],
+)
+def test_a_rank_with_another_recipe_or_other_labels_is_refused(
+    tmp_path: Path, other: str, name: str
+) -> None:
+    write_image_folder(tmp_path, {"images": 8})
+    for file, classes in (("labels.csv", "ab"), ("other.csv", "ba")):
+        rows = [f"images/{number}.png,{classes[number % 2]}\n" for number in range(8)]
+        (tmp_path / file).write_text("image,label\n" + "".join(rows))
+    data = ("data.num_train=null", "data.num_test=null", "data.batch_size=4")
+    overrides = [*data, f"data.source=csv:{tmp_path}/labels.csv"]
+    run_two_ranks(train_refused, tmp_path / "run", overrides, other.format(tmp_path), name)
+
+
+def train_refused(out: Path, overrides: list[str], other: str, name: str) -> None:
+    """Train with another override on rank 1; both ranks refuse it."""
+    if os.environ["RANK"] == "1":
+        overrides = [*overrides, other]
+    with refused("setup.ranks_differ", f"rank 1 differs from rank 0 in {name};"):
+        train(tiny_recipe(*overrides), out)

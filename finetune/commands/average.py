@@ -24,6 +24,7 @@ from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
 from finetune.files import file_sha256, make_writable_folder, staging_folder
 from finetune.formatting import pluralize
+from finetune.log import logger
 from finetune.model_checksums import verify_model_folder
 from finetune.models.head import classifier_names
 from finetune.models.weights.read import read_tensors
@@ -36,8 +37,10 @@ from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import (
     describe_split_decisions,
+    differing_inputs,
     load_run_recipe,
     read_record,
+    training_identity,
     warn_of_copied_shards,
 )
 from finetune.run.schema import RunRecord
@@ -374,6 +377,12 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
             "data.split_seed, data.eval, data.mean and so on in all recipes",
             code="data.split_mismatch",
         )
+    identities = [training_identity(each.recipe, each.record) for each in (first, other)]
+    if "data" in differing_inputs(identities):
+        logger.warning(
+            f"{paths}: the runs were trained on different images or labels; the model card "
+            f"describes the training of {first.run.path} alone"
+        )
 
 
 def _find_leaks(members: Sequence[_LoadedRun], names: Sequence[str], source: Source) -> list[str]:
@@ -396,8 +405,9 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
             code="data.no_split",
         )
     recorded = first.record.get("split_fingerprints", {})
-    for name, sha256 in setup.fingerprints().items():
-        if name != "train" and sha256 != recorded.get(name):  # the average is not trained
+    current = setup.fingerprints()
+    for name in (recorded.keys() | current.keys()) - {"train"}:  # the average is not trained
+        if current.get(name) != recorded.get(name):
             raise DataError(
                 f"{first.recipe.data.source}: images, labels or classes of '{name}' have changed "
                 f"since the run {first.run.path}; restore them",

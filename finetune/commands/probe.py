@@ -280,9 +280,9 @@ def _open_task(model: str, data: str | None, split: str | None) -> _ProbeTask:
             "on a part of train with --split val",
             code="data.no_split",
         )
-    if recipe is not None and data is None:
+    if recipe is not None and redact_urls(section.source) == recipe.data.source:
         own = open_data(section, seed)
-        for name in {"train": None, split: None}.keys() & own.splits.keys():
+        for name in own.splits:
             warn_if_changed(model, own, name)
     return _ProbeTask(source, split, section, seed, recipe.run.threads if recipe else None)
 

@@ -187,6 +187,11 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
     is_pattern = kind == "tar" and ("{" in path or "://" in path)
     if not SOURCE_KINDS[kind].is_local or "\0" in path or is_pattern:
         return
+    if "://" in path:
+        raise DataError(
+            f"{typed}: '{kind}:' reads local files, and only 'tar:' reads from a URL; download it",
+            code="data.wrong_source",
+        )
     root = Path(os.path.expanduser(path)).absolute()
     try:
         if kind != "tar" and root.is_file():

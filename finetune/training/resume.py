@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from finetune.data.leakage import find_leakage
@@ -96,17 +96,21 @@ def start_or_resume(
     is_done = _is_done(run, record)
     source = run  # the run that is continued
     if branch_from is not None and not run.checkpoint_steps() and not is_done:
+        if record and (changes := _list_changes(run, setup, record, fingerprints, teacher)):
+            logger.warning(
+                f"{run.path}: starts again from {branch_from.path}; changed since it started: "
+                f"{'; '.join(changes)}"
+            )
         source, record = branch_from, read_record(branch_from)
     is_branch = source is not run
     if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        if resume and "training_keys" in record:
+        if has_started(setup.recipe, run.path):
+            warn_of_changes(run, setup, teacher)
+        elif resume and "training_keys" in record:
             changes = _list_changes(run, setup, record, fingerprints, teacher)
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
-            if not has_started(setup.recipe, run.path):
-                logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
-            elif changes:
-                logger.warning(_stage_message(run, changes))
+            logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
         record["leakage"] = find_leakage(setup.source)
         for line in record["leakage"]:
@@ -198,14 +202,10 @@ def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any
     """
     record = read_record(run)
     if record and (changes := _list_changes(run, setup, record, setup.fingerprints(), teacher)):
-        logger.warning(_stage_message(run, changes))
-
-
-def _stage_message(run: RunDir, changes: Sequence[str]) -> str:
-    return (
-        f"{run.path}: changed since the first stage started: {'; '.join(changes)}; the training "
-        "after the stages uses what there is now"
-    )
+        logger.warning(
+            f"{run.path}: changed since the first stage started: {'; '.join(changes)}; the "
+            "training after the stages uses what there is now"
+        )
 
 
 def _list_changes(

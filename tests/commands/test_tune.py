@@ -687,6 +687,23 @@ class TestRuns:
         assert not (tmp_path / "run" / "results.json").exists()
         assert read_record(RunDir(tmp_path / "run"))["status"] == "stopped (0)"
 
+    def test_a_trial_and_its_repetition_on_another_split_have_the_same_inputs(
+        self, photos: Path, tmp_path: Path
+    ) -> None:
+        recipe = load_recipe_for(photos)
+        data = recipe.data.model_copy(update={"split_seed": 1})
+        repetition = recipe.model_copy(update={"data": data})
+        runs = [
+            tune.train_until(each, tmp_path / name, lambda *_: True)
+            for name, each in (("first", recipe), ("again", repetition))
+        ]
+        assert runs[0].inputs == runs[1].inputs
+        splits = [
+            read_record(RunDir(tmp_path / name))["split_fingerprints"]
+            for name in ("first", "again")
+        ]
+        assert splits[0]["val"] != splits[1]["val"]
+
 
 def load_recipe_for(photos: Path) -> Recipe:
     text = tiny_recipe_text(

@@ -372,6 +372,16 @@ def test_branch_starts_from_the_newest_common_checkpoint(wsd_run: RunDir) -> Non
     assert run_file_hashes(wsd_run.path) == before
 
 
+def test_a_branch_without_a_checkpoint_says_what_has_changed(wsd_run: RunDir) -> None:
+    for steps, said in ((30, []), (30, []), (28, ["optim.steps"])):
+        with logged() as messages:
+            new, _ = branch(wsd_run, "longer", f"optim.steps={steps}")
+        new.close()
+        shutil.rmtree(new.checkpoints_folder)
+        texts = [text for text in messages if "starts again from" in text]
+        assert [text.split("started: ")[1].split()[0] for text in texts] == said
+
+
 @pytest.mark.parametrize("change", ["edited", "removed", None])
 def test_changed_metrics_of_a_run_that_continues_stay_known(
     wsd_run: RunDir, change: str | None

@@ -29,7 +29,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, resume_command
 from finetune.training.setup import TrainingSetup
 from finetune.training.stages import stage_folder, stage_recipes
-from finetune.training.train import train
+from finetune.training.train import _read_stage_weights, train
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -116,6 +116,24 @@ def test_what_changes_during_the_stages_is_said(tmp_path: Path, split: str) -> N
     (said,) = {line for line in lines if "changed since the first stage started" in line}
     for part in ("optim.lr (", "images or labels", "teacher"):
         assert part in said
+
+
+def test_an_image_that_changes_before_the_main_training_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = tmp_path / "test" / "a" / "0.png"
+    write_image_folder(tmp_path, {"train/a": 4, "train/b": 4, "test/a": 2, "test/b": 2})
+
+    def change(stage: Path) -> dict[str, torch.Tensor]:
+        write_file(image, random_png(99))
+        return _read_stage_weights(stage)
+
+    monkeypatch.setattr("finetune.training.train._read_stage_weights", change)
+    data = (f"data.source=folder:{tmp_path}", "data.num_train=null", "data.num_test=null")
+    lines: list[str] = []
+    with logged(lines):
+        train(make_recipe(*data, "data.batch_size=4", "optim.steps=1"), tmp_path / "run")
+    assert sum("first stage started: images or labels;" in line for line in lines) == 1
 
 
 def test_a_stage_that_trains_the_head_has_no_layer_decay() -> None:

@@ -97,36 +97,36 @@ _FINAL_FORWARDS = 0.5  # the final evaluation has larger batches than the measur
 
 
 def build_trials(
-    start: StartResult, configs: Sequence[Config] | None = None, *, max_seconds: float = math.inf
+    created: StartResult, configs: Sequence[Config] | None = None, *, max_seconds: float = math.inf
 ) -> list[Trial]:
     """Build the trials of a search, each recipe once; what the user has set is the same in all.
 
     Args:
-        start: the recipe that `finetune train SOURCE` trains, which is the first one.
+        created: the recipe that `finetune train SOURCE` trains, which is the first one.
         configs: the others; None for `PORTFOLIO`.
         max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
-    builder, choice = start.builder, start.choice
+    builder, choice = created.builder, created.choice
     first = builder.build(choice).recipe
-    trials = [_estimate_trial(start, choice, first, "start", str(choice.score.candidate))]
+    trials = [_estimate_trial(created, choice, first, "start", str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
     for config in PORTFOLIO if configs is None else configs:
         score = scores.get(config.weights)
         if score is None or builder.frozen_by_overrides() not in (None, config.frozen):
             continue
-        affordable = max_seconds / _epoch_seconds(start, score)
+        affordable = max_seconds / _epoch_seconds(created, score)
         epochs = max(1, round(min(builder.default_epochs() * config.epochs_factor, affordable)))
         changed = replace(
             choice, score=score, frozen=config.frozen, epochs=epochs, reason="", seconds=None
         )
         try:
-            recipe = _build_recipe(start, config, changed)
+            recipe = _build_recipe(created, config, changed)
         except RecipeError:  # it conflicts with what the user has set
             continue
         if training_keys(recipe) not in seen:
             seen.append(training_keys(recipe))
             description = f"{score.candidate}: {config.description}"
-            trials.append(_estimate_trial(start, changed, recipe, config.name, description))
+            trials.append(_estimate_trial(created, changed, recipe, config.name, description))
     return trials
 
 
@@ -144,9 +144,9 @@ def _scores_by_rank(choice: Choice) -> dict[str, Score]:
     }
 
 
-def _build_recipe(start: StartResult, config: Config, choice: Choice) -> Recipe:
+def _build_recipe(created: StartResult, config: Config, choice: Choice) -> Recipe:
     """Build the recipe of a row. Raises: RecipeError if it conflicts with the user's keys."""
-    builder, changes = start.builder, list(config.overrides)
+    builder, changes = created.builder, list(config.overrides)
     if not config.frozen:
         changes.append(f"optim.lr={choice.score.candidate.lr * config.lr_factor:.2g}")
     if config.augment:
@@ -176,33 +176,33 @@ def trial_kind(recipe: Recipe) -> str:
 
 
 def _estimate_trial(
-    start: StartResult, choice: Choice, recipe: Recipe, name: str, description: str
+    created: StartResult, choice: Choice, recipe: Recipe, name: str, description: str
 ) -> Trial:
     """Return a trial with its estimated cost."""
-    forward_seconds, num_val = choice.score.forward_seconds, _num_val(start)
-    num_train, optim = start.builder.stats.num_train, recipe.optim
+    forward_seconds, num_val = choice.score.forward_seconds, _num_val(created)
+    num_train, optim = created.builder.stats.num_train, recipe.optim
     seconds = START_SECONDS + forward_seconds * (num_train + num_val)
     head_epochs = sum(stage.epochs or 0 for stage in optim.stages if stage.freeze == "backbone")
     if choice.frozen:
         head_epochs += optim.epochs or 0
     else:
-        seconds += choice.epochs * _epoch_seconds(start, choice.score)
+        seconds += choice.epochs * _epoch_seconds(created, choice.score)
     seconds += head_epochs * num_train / recipe.data.batch_size * _HEAD_STEP_SECONDS
-    num_final = num_val + start.builder.stats.split_sizes.get("test", 0)
+    num_final = num_val + created.builder.stats.split_sizes.get("test", 0)
     final_seconds = FINAL_SECONDS + _FINAL_FORWARDS * forward_seconds * num_final
     return Trial(name, description, trial_kind(recipe), recipe.to_yaml(), seconds, final_seconds)
 
 
-def _epoch_seconds(start: StartResult, score: Score) -> float:
+def _epoch_seconds(created: StartResult, score: Score) -> float:
     """Estimate the seconds of an epoch in which all weights are trained, with its evaluation."""
-    num_train, choice = start.builder.stats.num_train, start.choice
+    num_train, choice = created.builder.stats.num_train, created.choice
     train_forwards = _TRAIN_FORWARDS
     if choice.seconds is not None and not choice.frozen:
         forward_seconds = choice.score.forward_seconds
         train_forwards = choice.seconds / choice.epochs / num_train / forward_seconds
-    return score.forward_seconds * (train_forwards * num_train + _num_val(start))
+    return score.forward_seconds * (train_forwards * num_train + _num_val(created))
 
 
-def _num_val(start: StartResult) -> int:
-    stats = start.builder.stats
+def _num_val(created: StartResult) -> int:
+    stats = created.builder.stats
     return stats.split_sizes.get("val", stats.split_sizes["train"] - stats.num_train)

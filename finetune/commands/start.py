@@ -215,7 +215,7 @@ def _list_candidates(
 ) -> list[Candidate]:
     """Return the weights to compare: those that the user names, or all on this machine."""
     if (name := builder.override_values.get("model.name")) is not None:
-        return [named_candidate(name, "as asked")]
+        return [named_candidate(name, "set by you")]
     candidates = list_candidates(device)
     suggested = suggest_weights(builder.stats.median_side, device)
     if suggested.name in {candidate.name for candidate in candidates}:
@@ -486,7 +486,7 @@ class RecipeBuilder:
             f"{section}.{entry.key}": entry.reason
             for section, entries in sections.items()
             for entry in entries
-        } | dict.fromkeys(self.override_values, "as asked")
+        } | dict.fromkeys(self.override_values, "set by you")
         header = [f"created for {name}", *map(str, choice.scores)]
         yaml_text = redact_urls(_format_yaml(header, document.data, reasons))
         return StartResult(recipe, yaml_text, choice, builder=self)

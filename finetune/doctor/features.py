@@ -80,7 +80,7 @@ def choose_weights(
         return builder.image_sizes(candidate)[:1]
 
     if names:
-        named = [named_candidate(name, "as asked") for name in dict.fromkeys(names)]
+        named = [named_candidate(name, "set by you") for name in dict.fromkeys(names)]
         return [replace(each, image_size=image_sizes(each)[0]) for each in named]
     scores = score_candidates(list_candidates(device), builder.scoring_recipe, sizes=image_sizes)
     similar = [

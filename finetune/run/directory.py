@@ -47,7 +47,7 @@ from finetune.run.integrity import (
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 
-__all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command"]
+__all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command", "whole_run"]
 
 MANIFEST = "manifest.json"
 SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`

@@ -498,7 +498,7 @@ class TestOverrides:
         result = start(str(folder), overrides=["optim.epochs=2"])
         assert result.recipe.data.source == f"folder:{folder}"
         assert result.recipe.optim.epochs == 2
-        assert "epochs: 2 # as asked" in result.yaml_text
+        assert "epochs: 2 # set by you" in result.yaml_text
         assert "freeze: none # a trial at 32 px" in result.yaml_text
         assert str(findings.scores[0]) in result.yaml_text
         assert result.recipe.data.unreadable == "quarantine"
@@ -573,7 +573,7 @@ class TestCommandLine:
         captured = capsys.readouterr()
         recipe_text = (tmp_path / "runs" / "photos" / "start.yaml").read_text()
         assert recipe_text in captured.err
-        assert "steps: 3 # as asked" in recipe_text
+        assert "steps: 3 # set by you" in recipe_text
         assert "broken.png" in caplog.text
         run = tmp_path / "runs" / "photos"
         assert (run / "model" / "model.safetensors").is_file()

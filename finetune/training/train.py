@@ -167,6 +167,7 @@ def _prepare_stages(recipe: Recipe, accelerator: Accelerator, run: RunDir, *, re
                 start_or_resume(run, trainer.setup, resume=resume, **provenance)
 
     run_on_main(accelerator, prepare)
+    accelerator.free_memory()  # the network is built again after the stages
 
 
 def _train(

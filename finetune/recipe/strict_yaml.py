@@ -156,7 +156,8 @@ def read_recipe_text(path: str | Path) -> str:
     name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     if re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", name):
         raise RecipeError(
-            f"{name}: a recipe is a local file, not a URL; download it first",
+            f"{name}: a recipe is a local file, not a URL; download it, or for images in "
+            f"a tar file write tar:{name}",
             code="recipe.not_a_recipe",
         )
     if not name.strip():

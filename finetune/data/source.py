@@ -217,14 +217,21 @@ class Source:
     def whole_fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each split before any image was held out or left out.
 
-        So they are the same for each seed that draws validation images and subsets.
+        So they are the same for each seed that draws validation images and subsets. They cover the
+        groups, which determine the validation images.
         """
         parts: dict[str, list[Split]] = {}
         for split in self.splits.values():
             parts.setdefault(split.origin or split.name, []).append(split)
         for split in self.unused:
             parts.get(split.origin or split.name, []).append(split)
-        return {name: _join(splits).fingerprint for name, splits in parts.items()}
+        whole = {name: _join(splits) for name, splits in parts.items()}
+        return {
+            name: split.fingerprint
+            if split.groups is None
+            else hashlib.sha256(f"{split.fingerprint}{split.groups.tolist()}".encode()).hexdigest()
+            for name, split in whole.items()
+        }
 
 
 def _join(splits: list[Split]) -> Split:
@@ -232,7 +239,10 @@ def _join(splits: list[Split]) -> Split:
     rows_N = np.concatenate([split.image_rows for split in splits])
     order_N = np.argsort(rows_N)
     labels = np.concatenate([split.labels for split in splits])[order_N]
-    joined = dataclasses.replace(splits[0], rows=rows_N[order_N], labels=labels)
+    groups = splits[0].groups
+    if groups is not None:
+        groups = np.concatenate([split.groups for split in splits])[order_N]
+    joined = dataclasses.replace(splits[0], rows=rows_N[order_N], labels=labels, groups=groups)
     if not joined.is_streamed:
         joined.use_digests(np.concatenate([split.digests for split in splits])[order_N])
     return joined

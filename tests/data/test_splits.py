@@ -90,6 +90,18 @@ def test_whole_fingerprints_do_not_depend_on_the_seed(
     assert [part["test"] == whole["test"] for part in changed] == [False, True]
 
 
+def test_whole_fingerprints_cover_the_groups() -> None:
+    def whole(groups: str, seed: int) -> dict[str, str]:
+        source = open_source("embedded:digits")
+        train = source.splits["train"].subset(np.arange(8))
+        labels, names = np.array([0, 1] * 4), np.array([*groups], dtype=object)
+        train = dataclasses.replace(train, labels=labels, groups=names)
+        source = dataclasses.replace(source, splits={"train": train})
+        return hold_out_validation(source, 0.4, seed).whole_fingerprints()
+
+    assert whole("aabbccdd", 0) == whole("aabbccdd", 1) != whole("aabbccde", 0)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_warns_of_the_cost_of_validation_for_a_streamed_dataset(
     tmp_path: Path, streaming: bool, caplog: pytest.LogCaptureFixture

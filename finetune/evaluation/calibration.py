@@ -8,7 +8,7 @@ Source: Guo et al. 2017, On Calibration of Modern Neural Networks, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,20 +121,37 @@ def fit_temperature(
     held_out_losses = torch.zeros(2, dtype=torch.float64)  # with T fitted to the other folds; T = 1
     for fold in range(_NUM_FOLDS):
         inside_N = folds_N == fold
-        temperature = _minimize_loss(logits_NK[~inside_N], labels_N[~inside_N], all_reduce)
-        held_out = logits_NK[inside_N].double(), labels_N[inside_N]
-        for column, divisor in enumerate((temperature, 1.0)):
-            held_out_losses[column] += cross_entropy(
-                held_out[0] / divisor, held_out[1], reduction="sum"
-            )
+        temperature = _minimize_loss(logits_NK, labels_N, ~inside_N, all_reduce)
+        for values_BK, labels_B in _chunks(logits_NK, labels_N, inside_N):
+            for column, divisor in enumerate((temperature, 1.0)):
+                held_out_losses[column] += cross_entropy(
+                    values_BK / divisor, labels_B, reduction="sum"
+                )
     fitted_loss, unscaled_loss = all_reduce(held_out_losses).tolist()
     if fitted_loss >= unscaled_loss:
         return 1.0
-    return float(f"{_minimize_loss(logits_NK, labels_N, all_reduce):.6g}")
+    all_N = torch.ones_like(labels_N, dtype=torch.bool)
+    return float(f"{_minimize_loss(logits_NK, labels_N, all_N, all_reduce):.6g}")
+
+
+def _chunks(
+    logits_NK: Tensor, labels_N: Tensor, included_N: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the included logits in float64 and their labels, a few rows at a time.
+
+    A copy of all of them would need more memory than the logits themselves.
+    """
+    chunk_size = min(4096, max(1, LOGITS_PER_CHUNK // logits_NK.shape[1]))
+    parts = (tensor.split(chunk_size) for tensor in (logits_NK, labels_N, included_N))
+    for logits_BK, labels_B, included_B in zip(*parts, strict=True):
+        yield logits_BK[included_B].double(), labels_B[included_B]
 
 
 def _minimize_loss(
-    logits_NK: Tensor, labels_N: Tensor, all_reduce: Callable[[Tensor], Tensor]
+    logits_NK: Tensor,
+    labels_N: Tensor,
+    included_N: Tensor,
+    all_reduce: Callable[[Tensor], Tensor],
 ) -> float:
     """Return the temperature, between 0.05 and 20, with the lowest cross-entropy.
 
@@ -144,7 +161,7 @@ def _minimize_loss(
     inverse_temperature = 1.0
     for _ in range(_MAX_ITERATIONS):
         slope, curvature = all_reduce(
-            _loss_derivatives(logits_NK, labels_N, inverse_temperature)
+            _loss_derivatives(logits_NK, labels_N, included_N, inverse_temperature)
         ).tolist()
         if slope == 0:  # at the minimum, or all logits are equal and every T is equally good
             break
@@ -161,14 +178,12 @@ def _minimize_loss(
     return 1 / inverse_temperature
 
 
-def _loss_derivatives(logits_NK: Tensor, labels_N: Tensor, inverse_temperature: float) -> Tensor:
+def _loss_derivatives(
+    logits_NK: Tensor, labels_N: Tensor, included_N: Tensor, inverse_temperature: float
+) -> Tensor:
     """Compute d/d(1/T) and d²/d(1/T)² of the summed cross-entropy. Returns: (2,) float64."""
     sums = torch.zeros(2, dtype=torch.float64)
-    chunk_size = min(4096, max(1, LOGITS_PER_CHUNK // logits_NK.shape[1]))
-    for logits_BK, labels_B in zip(
-        logits_NK.split(chunk_size), labels_N.split(chunk_size), strict=True
-    ):
-        values_BK = logits_BK.double()
+    for values_BK, labels_B in _chunks(logits_NK, labels_N, included_N):
         probabilities_BK = (values_BK * inverse_temperature).softmax(1)
         mean_B = (probabilities_BK * values_BK).sum(1)
         label_logit_B = values_BK.gather(1, labels_B[:, None])[:, 0]

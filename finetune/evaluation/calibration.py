@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["TemperatureFitter", "fit_temperature"]
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
-MAX_KEPT_LOGITS = 1 << 28  # over all processes: 1 GiB of float32
+MAX_KEPT_LOGITS = 1 << 27  # over all processes: 512 MiB of float32
 LOGITS_PER_CHUNK = 1 << 22  # 32 MiB of float64
 _MAX_ITERATIONS = 60  # bisection alone reaches 1e-16 of the range
 _HASH_MULTIPLIER = 2654435761  # 2**32 divided by the golden ratio

@@ -38,7 +38,7 @@ from finetune.run.record import (
 )
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
-from finetune.training.stages import has_started
+from finetune.training.stages import first_stage_started
 
 __all__ = [
     "check_no_existing_run",
@@ -96,7 +96,7 @@ def start_or_resume(
     is_done = _is_done(run, record)
     source = run  # the run that is continued
     if branch_from is not None and not run.checkpoint_steps() and not is_done:
-        if record and (changes := _list_changes(run, setup, record, fingerprints, teacher)):
+        if record and (changes := _list_changes(run, setup, record, teacher)):
             logger.warning(
                 f"{run.path}: starts again from {branch_from.path}; changed since it started: "
                 f"{'; '.join(changes)}"
@@ -105,10 +105,10 @@ def start_or_resume(
     is_branch = source is not run
     if not source.checkpoint_steps() and not is_done:
         start_step = 0  # no checkpoint yet, so starting from scratch loses nothing
-        if has_started(setup.recipe, run.path):
+        if first_stage_started(setup.recipe, run.path):
             warn_of_changes(run, setup, teacher)
         elif resume and "training_keys" in record:
-            changes = _list_changes(run, setup, record, fingerprints, teacher)
+            changes = _list_changes(run, setup, record, teacher)
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
             logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
@@ -201,7 +201,7 @@ def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any
     The training after the stages, which has not started, uses it.
     """
     record = read_record(run)
-    if record and (changes := _list_changes(run, setup, record, setup.fingerprints(), teacher)):
+    if record and (changes := _list_changes(run, setup, record, teacher)):
         logger.warning(
             f"{run.path}: changed since the first stage started: {'; '.join(changes)}; the "
             "training after the stages uses what there is now"
@@ -209,19 +209,12 @@ def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any
 
 
 def _list_changes(
-    run: RunDir,
-    setup: TrainingSetup,
-    record: RunRecord,
-    fingerprints: Mapping[str, str],
-    teacher: Mapping[str, Any] | None,
+    run: RunDir, setup: TrainingSetup, record: RunRecord, teacher: Mapping[str, Any] | None
 ) -> list[str]:
     """List what differs from run.json; the arguments are those of `start_or_resume`."""
-    changes = [
-        f"{key} ({values})"
-        for key, values in changed_training_keys(
-            record.get("training_keys", {}), setup.recipe
-        ).items()
-    ]
+    keys = changed_training_keys(record.get("training_keys", {}), setup.recipe)
+    changes = [f"{key} ({values})" for key, values in keys.items()]
+    fingerprints = setup.fingerprints()
     if record.get("split_fingerprints", fingerprints) != fingerprints:
         changes.append("images or labels")
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 
-__all__ = ["has_started", "stage_folder", "stage_recipes"]
+__all__ = ["first_stage_started", "stage_folder", "stage_recipes"]
 
 
 def stage_folder(out: str | Path, number: int) -> Path:
@@ -21,7 +21,7 @@ def stage_folder(out: str | Path, number: int) -> Path:
     return Path(out) / "stages" / str(number)
 
 
-def has_started(recipe: Recipe, out: str | Path) -> bool:
+def first_stage_started(recipe: Recipe, out: str | Path) -> bool:
     """Return whether the first stage of a run has a checkpoint."""
     return bool(recipe.optim.stages) and bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
 

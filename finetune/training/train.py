@@ -59,7 +59,7 @@ from finetune.training.resume import (
 from finetune.training.sanity import check_setup
 from finetune.training.setup import build_setup
 from finetune.training.signals import StopSignals
-from finetune.training.stages import has_started, stage_folder, stage_recipes
+from finetune.training.stages import first_stage_started, stage_folder, stage_recipes
 from finetune.training.startup_summary import format_startup_summary
 from finetune.training.trainer_state import TrainerState
 
@@ -158,7 +158,7 @@ def _prepare_stages(recipe: Recipe, accelerator: Accelerator, run: RunDir, *, re
     def prepare() -> None:
         with contextlib.closing(run):
             run.open()
-            started = has_started(recipe, run.path)
+            started = first_stage_started(recipe, run.path)
             if not resume:
                 check_no_existing_run(run, has_stage=started)
             if started:

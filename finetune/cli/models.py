@@ -18,6 +18,7 @@ from finetune.cli.shared_arguments import (
     checked_by,
     data_option,
     model_argument,
+    moved_data_option,
     ort_web_option,
 )
 from finetune.errors import DataError, RecipeError
@@ -247,6 +248,7 @@ def _parse_runtimes(ctx: click.Context, param: click.Parameter, value: str) -> l
 @click.option(
     "--images", metavar="PATH", multiple=True, help="Compare the outputs on these images."
 )
+@moved_data_option
 @click.option(
     "--image-size",
     metavar="N",
@@ -318,6 +320,7 @@ def export(
 @click.option(
     "--greedy", is_flag=True, help="Add only runs that do not lower the validation metric."
 )
+@moved_data_option
 def average(runs: tuple[str, ...], **options: Any) -> CommandResult:
     """Average the weights of several runs (model soup, WiSE-FT).
 

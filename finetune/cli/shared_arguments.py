@@ -21,6 +21,7 @@ __all__ = [
     "checked_by",
     "data_option",
     "model_argument",
+    "moved_data_option",
     "ort_web_option",
     "source_argument",
 ]
@@ -86,6 +87,12 @@ data_option = click.option(
     metavar="SOURCE",
     callback=_resolve_source,
     help="Data source. Default: the data that MODEL was trained on.",
+)
+moved_data_option = click.option(
+    "--data",
+    metavar="SOURCE",
+    callback=_resolve_source,
+    help="Data of the run, if it has moved or its URL needs a signature. Default: as recorded.",
 )
 ort_web_option = click.option(
     "--ort-web",

@@ -70,7 +70,12 @@ class _LoadedRun:
 
 
 def average_runs(
-    runs: Sequence[str], *, out: str, alphas: Sequence[float] = (), greedy: bool = False
+    runs: Sequence[str],
+    *,
+    out: str,
+    alphas: Sequence[float] = (),
+    greedy: bool = False,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Average weights, evaluate the average, and write it as a model folder.
 
@@ -81,6 +86,7 @@ def average_runs(
             validation is kept.
         greedy: True to build a greedy soup: runs are added from best to worst, each only if the
             validation metric does not drop.
+        data: source string of the runs' data where it is now; None uses the recorded one.
     Returns: a dict with keys "folder", "kind", "runs", "tried" (each average with its validation
         metrics), "chosen", "members" (name, seed and sha256 of the weights of each run, with the
         validation metrics if it is a soup), and "val" and "test" as returned by
@@ -92,7 +98,7 @@ def average_runs(
         recipe 1.
     """
     _check_arguments(runs, alphas, greedy=greedy)
-    members = [_load_run(run) for run in runs]
+    members = [_load_run(run, data) for run in runs]
     for member in members[1:]:
         _check_compatible(members[0], member)
     if len({member.record["id"] for member in members}) < len(members):  # copies, too
@@ -311,9 +317,9 @@ def _check_arguments(runs: Sequence[str], alphas: Sequence[float], *, greedy: bo
         raise RecipeError(problem, code=code)
 
 
-def _load_run(name: str) -> _LoadedRun:
-    """Load a finished run and the weights in its model/ folder."""
-    recipe = load_run_recipe(name) if is_run_dir(Path(name)) else None
+def _load_run(name: str, data: str | None) -> _LoadedRun:
+    """Load a finished run, whose data is now at `data` if given, and the weights in model/."""
+    recipe = load_run_recipe(name, data=data) if is_run_dir(Path(name)) else None
     if recipe is None:
         raise WeightsError(
             f"{name}: this is a model folder, which does not record its data; give a run directory",
@@ -409,7 +415,7 @@ def _check_same_data_and_weights(first: _LoadedRun, setup: TrainingSetup) -> Non
     for name in (recorded.keys() | current.keys()) - {"train"}:  # the average is not trained
         if current.get(name) != recorded.get(name):
             raise DataError(
-                f"{first.recipe.data.source}: images, labels or classes of '{name}' have changed "
+                f"{setup.source.name}: images, labels or classes of '{name}' have changed "
                 f"since the run {first.run.path}; restore them",
                 code="data.changed",
             )

@@ -44,7 +44,7 @@ from finetune.data.from_recipe import open_full_data
 from finetune.data.image_paths import list_cli_images
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
-from finetune.errors import DataError, FinetuneError, RecipeError, SetupError
+from finetune.errors import DataError, FinetuneError, RecipeError, SetupError, redact_urls
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
 from finetune.files import explain_disk_errors, file_sha256, staging_folder
 from finetune.formatting import format_bytes, pluralize
@@ -74,6 +74,7 @@ def export_model(
     format: str = "onnx",
     out: str | None = None,
     images: Sequence[str] = (),
+    data: str | None = None,
     image_size: int | tuple[int, int] | None = None,
     preprocessing: bool = True,
     precision: Literal["int8", "fp16"] | None = None,
@@ -89,6 +90,7 @@ def export_model(
         out: the file, or the folder to write it to; None uses the working directory.
         images: files, folders and glob patterns of images to compare the outputs on; by default the
             run's own data, or scikit-learn's digits if the model has no readable data.
+        data: source string of the run's data where it is now; None uses the recorded one.
         image_size: pixels, or (height, width); None uses the model's own.
         preprocessing: True to export a model from a uint8 image (1, H, W, 3) of any size to
             probabilities (1, K); False for a model from normalized images (B, 3, h, w) to logits
@@ -110,8 +112,13 @@ def export_model(
         RecipeError or DataError for wrong arguments or images, or for a transform spec that cannot
         be exported.
     """
+    if data is not None and load_run_recipe(model) is None:
+        raise RecipeError(
+            f"--data: {model} is not a run directory; give images with --images",
+            code="recipe.conflict",
+        )
     reduced = precision and open_reduced_precision(
-        model, precision, max_drop=max_drop, format=format, preprocessing=preprocessing
+        model, precision, max_drop=max_drop, format=format, preprocessing=preprocessing, data=data
     )
     target = resolve_output_path(model, format, out, preprocessing=preprocessing)
     record_path = target.with_name(CERTIFICATE if preprocessing else f"{target.name}.json")
@@ -130,7 +137,7 @@ def export_model(
     module = ImageClassifier(built, pipeline).eval() if preprocessing else None
     # the graph gets what a caller decodes, so the decoder must not reduce the image
     decode_size = None if preprocessing else pipeline.decode_size
-    pixels, images_name = _load_images(model, decode_size, images)
+    pixels, images_name = _load_images(model, data, decode_size, images)
     name, thresholds = f"{model}: {format}", metadata.get("thresholds")
     with explain_disk_errors(target), staging_folder(target) as folder:
         path = folder / target.name
@@ -358,7 +365,7 @@ def _build_metadata(
 
 
 def _load_images(
-    model: str, decode_size: int | None, paths: Sequence[str]
+    model: str, data: str | None, decode_size: int | None, paths: Sequence[str]
 ) -> tuple[list[np.ndarray], str]:
     """Decode the images to compare outputs on.
 
@@ -368,11 +375,13 @@ def _load_images(
         files = list_cli_images(paths)
         images = [_decode_or_raise(*files[index], decode_size) for index in _choose(files)]
         return images, "--images"
-    if recipe := load_run_recipe(model):
+    if recipe := load_run_recipe(model, data=data):
         try:
             source = open_full_data(recipe.data, recipe.run.seed)
-            return _decode_some(source), recipe.data.source
+            return _decode_some(source), redact_urls(recipe.data.source)
         except FinetuneError as error:
+            if data is not None:
+                raise
             logger.warning(
                 f"{recipe.data.source}: the data cannot be read ({error}); comparing the outputs "
                 f"on {_FALLBACK_SOURCE} instead"

@@ -70,14 +70,22 @@ class ReducedPrecision:
 
 
 def open_reduced_precision(
-    model: str, kind: str, *, max_drop: float, format: str, preprocessing: bool
+    model: str,
+    kind: str,
+    *,
+    max_drop: float,
+    format: str,
+    preprocessing: bool,
+    data: str | None = None,
 ) -> ReducedPrecision:
     """Open the training and validation images of a run; warn if they are not fit to measure on.
 
+    Args:
+        data: source string of the run's data where it is now; None uses the recorded one.
     Raises: RecipeError if the options or the model do not allow a reduced precision; DataError
         without validation images.
     """
-    problem, recipe = "", load_run_recipe(model)
+    problem, recipe = "", load_run_recipe(model, data=data)
     if format != "onnx":
         problem = f"needs ONNX; remove --format {format}"
     elif not preprocessing:

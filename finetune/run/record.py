@@ -155,14 +155,20 @@ def read_recipe(run: RunDir) -> Recipe:
     return recipe
 
 
-def load_run_recipe(run: str | Path) -> Recipe | None:
+def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | None:
     """Read the recipe of a run directory; None if `run` is a model folder or a model name.
 
+    Args:
+        data: source string of the run's data where it is now; None keeps the recorded one.
     Raises: same as `read_recipe`.
     """
     folder = Path(run)
-    is_run = all((folder / name).is_file() for name in ("run.json", "recipe.yaml"))
-    return read_recipe(RunDir(folder)) if is_run else None
+    if not all((folder / name).is_file() for name in ("run.json", "recipe.yaml")):
+        return None
+    recipe = read_recipe(RunDir(folder))
+    if data is None:
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": data})})
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:

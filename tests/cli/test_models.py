@@ -73,7 +73,7 @@ def test_export(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--format", "torch", "--out", "x.pt2", "--images", "a", "--images", "b"]
     assert main(["export", "runs/x", *arguments, "--image-size", "96"]) == 0
     options = {"format": "torch", "out": "x.pt2", "images": ("a", "b"), "image_size": 96}
-    options |= {"certify_in": [], "ort_web": None, "precision": None, "max_drop": 0.5}
+    options |= {"certify_in": [], "ort_web": None, "precision": None, "max_drop": 0.5, "data": None}
     assert export.calls == [(("runs/x",), options | {"preprocessing": True})]
     assert main(["export", "runs/x", *arguments, "--image-size", "96", "--no-preprocessing"]) == 0
     assert export.calls[1] == (("runs/x",), options | {"preprocessing": False})
@@ -109,8 +109,8 @@ def test_average(monkeypatch: Patch, capsys: Captured) -> None:
     assert main(["average", "a", "b", "--greedy", "--out", "soup"]) == 0
     assert main(["average", "a", "--alpha", "0.5", "--alpha", "1", "--out", "wise"]) == 0
     assert average.calls == [
-        ((("a", "b"),), {"out": "soup", "alphas": (), "greedy": True}),
-        ((("a",),), {"out": "wise", "alphas": (0.5, 1.0), "greedy": False}),
+        ((("a", "b"),), {"out": "soup", "alphas": (), "greedy": True, "data": None}),
+        ((("a",),), {"out": "wise", "alphas": (0.5, 1.0), "greedy": False, "data": None}),
     ]
     assert capsys.readouterr().out == "a table\n" * 2
 

@@ -20,6 +20,7 @@ from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file
+from small_datasets import write_image_folder
 from torch import Tensor
 
 from finetune.cli.main import main
@@ -308,6 +309,27 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
     train(finetune_recipe(base, "data.val_fraction=0", "optim.steps=1"), tmp_path / "none")
     with refused("data.no_split", tmp_path / "none"):
         average_runs([str(tmp_path / "none")], alphas=[0.5], out=out)
+
+
+def test_data_that_has_moved_is_given_with_data(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {f"{split}/{name}": 4 for split in ("train", "val") for name in "ab"}
+    source = write_image_folder(tmp_path / "photos", counts)
+    data = [f"data.source={source}", "data.num_train=null", "data.num_test=null"]
+    train(finetune_recipe(runs / "first" / "model", *data, "optim.steps=1"), tmp_path / "run")
+    moved = (tmp_path / "photos").rename(tmp_path / "moved")
+    arguments = ["average", str(tmp_path / "run"), "--alpha", "0.5", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 3
+    assert main([*arguments, "--data", f"folder:{moved}"]) == 0
+    average = read_results(tmp_path / "out")
+    assert average["val"]["examples"] == 8
+    assert "cannot be opened" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out")
+    (moved / "val" / "a" / "0.png").rename(moved / "val" / "b" / "changed.png")
+    with refused("data.changed", moved, "'val'"):
+        average_runs([str(tmp_path / "run")], alphas=[0.5], out=str(tmp_path / "out"),
+                     data=f"folder:{moved}")  # fmt: skip
 
 
 def test_integer_counters_are_kept_and_floats_averaged() -> None:

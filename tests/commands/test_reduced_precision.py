@@ -213,6 +213,11 @@ def test_conflicting_options_are_refused(
     assert not os.listdir(tmp_path)
 
 
+def test_data_of_a_model_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with refused("recipe.conflict", "--data", "embedded:vit_nano", "--images"):
+        export_model("embedded:vit_nano", out=str(tmp_path), data="embedded:digits")
+
+
 def test_run_without_validation_images_is_refused(digits_run: Path, tmp_path: Path) -> None:
     run = with_outliers(digits_run, tmp_path / "run", 0)
     text = RECIPE.replace("val_fraction: 0.3", "val_fraction: 0.0")
@@ -240,14 +245,23 @@ def test_unfit_validation_images_are_reported(
     shutil.copy(tmp_path / "data/train/a/0.png", tmp_path / "data/val/a/copy.png")
     train(parse_recipe(tiny_recipe_text(source=source)), out=tmp_path / "run")
 
-    def open_validation() -> str:
+    def open_validation(data: str | None = None) -> str:
         capsys.readouterr()
-        options = {"max_drop": 0.5, "format": "onnx", "preprocessing": True}
-        open_reduced_precision(str(tmp_path / "run"), "int8", **options)
+        open_reduced_precision(
+            str(tmp_path / "run"),
+            "int8",
+            max_drop=0.5,
+            format="onnx",
+            preprocessing=True,
+            data=data,
+        )
         return capsys.readouterr().err
 
     assert "1 of 9 images are copies of train images" in (said := open_validation())
     assert "have changed" not in said
+    moved = shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    assert "have changed" not in open_validation(f"folder:{moved}")
     shutil.copy(tmp_path / "data/train/b/0.png", tmp_path / "data/val/b/0.png")
     assert "images, labels or classes of 'val' have changed" in (said := open_validation())
     assert "2 of 9 images are copies of train images" in said
+    assert "have changed" not in open_validation(f"folder:{moved}")

@@ -25,6 +25,7 @@ __all__ = [
     "WeightsError",
     "did_you_mean",
     "escape_control_chars",
+    "has_redacted_url",
     "holds_secret",
     "install_hint",
     "is_out_of_memory",
@@ -252,6 +253,11 @@ def redact_secrets(text: str) -> str:
     for pattern, replacement in _SECRETS.items():
         text = pattern.sub(replacement, text)
     return text
+
+
+def has_redacted_url(text: str) -> bool:
+    """Return True if `redact_urls` has replaced a password or a query in the text."""
+    return "://***@" in text or "?***" in text
 
 
 def redact_urls(text: str) -> str:

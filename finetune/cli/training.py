@@ -15,7 +15,13 @@ import click
 from finetune import process_lifecycle
 from finetune.cli.command import CommandResult, command
 from finetune.cli.output import format_nested, format_next_steps, format_results
-from finetune.errors import RecipeError, SetupError, escape_control_chars, redact_urls
+from finetune.errors import (
+    RecipeError,
+    SetupError,
+    escape_control_chars,
+    has_redacted_url,
+    redact_urls,
+)
 from finetune.log import logger
 from finetune.recipe.paths import (
     check_is_outside,
@@ -357,7 +363,8 @@ def start(
     created = start(source, overrides=overrides, download=download)
     if out:
         write_atomically(Path(out), created.yaml_text)
-    next_step = f"\n{out}\ntrain it: finetune train {out}" if out else ""
-    return CommandResult(
-        created.recipe.redacted().model_dump(), f"{created.yaml_text.rstrip()}{next_step}"
-    )
+    text = created.yaml_text.rstrip()
+    if out:
+        address = " data.source=ADDRESS" if has_redacted_url(text) else ""
+        text += f"\n{out}\ntrain it: finetune train {out}{address}"
+    return CommandResult(created.recipe.redacted().model_dump(), text)

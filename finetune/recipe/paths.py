@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from finetune.errors import DataError, RecipeError, WeightsError, did_you_mean
+from finetune.errors import DataError, RecipeError, WeightsError, did_you_mean, has_redacted_url
 from finetune.source_kinds import (
     EMBEDDED_DATASETS,
     SOURCE_KINDS,
@@ -178,7 +178,7 @@ def check_data_source(source: str, *, typed: str | None = None) -> None:
         message = f"{typed}: no such embedded dataset{did_you_mean(path, EMBEDDED_DATASETS)}"
         raise DataError(message, code="data.wrong_source")
     check_source_url(source)
-    if "://***@" in path or "?***" in path:
+    if has_redacted_url(path):
         raise DataError(
             f"{typed}: this address was stored without its password or query; give the whole "
             "address, with data.source=ADDRESS or --data ADDRESS",

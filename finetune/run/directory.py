@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
 
-from finetune.errors import CheckpointError, SetupError, WeightsError
+from finetune.errors import CheckpointError, SetupError, WeightsError, has_redacted_url
 from finetune.files import (
     explain_disk_errors,
     file_sha256,
@@ -75,8 +75,17 @@ def whole_run(path: Path) -> Path:
 
 
 def resume_command(path: Path) -> str:
-    """Return the command line that continues the whole run of a folder, for messages."""
-    return shlex.join(["finetune", "train", str(whole_run(path)), "--resume"])
+    """Return the command line that continues the whole run of a folder, for messages.
+
+    A run on a URL with a password or a query needs the address again, which is not stored.
+    """
+    folder = whole_run(path)
+    command = shlex.join(["finetune", "train", str(folder), "--resume"])
+    for name in ("recipe.yaml", SEARCH_FILE):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if has_redacted_url((folder / name).read_text(encoding="utf-8")):
+                return f"{command} data.source=ADDRESS"
+    return command
 
 
 class RunDir:

@@ -244,3 +244,5 @@ def test_commands_for_a_stage_continue_the_whole_run(tmp_path: Path) -> None:
     stage.mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").touch()
     assert resume_command(stage) == f"finetune train {tmp_path / 'run'} --resume"
+    (tmp_path / "run" / "recipe.yaml").write_text("source: tar:https://host/x.tar?***")
+    assert resume_command(stage).endswith("/run --resume data.source=ADDRESS")

@@ -31,7 +31,7 @@ __all__ = ["find_near_duplicates", "merge_groups", "wrong_probabilities"]
 
 NUM_NEIGHBORS, NUM_PIXEL_NEIGHBORS = 3, 2  # candidates for each image
 MIN_COARSE_CORRELATION = 0.82
-MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.76, 0.82  # measured: docs/doctor.md
+MIN_CORRELATION, MIN_DETAIL_CORRELATION = 0.76, 0.82  # measured: benchmarks/doctor.md
 TAIL_CORRELATION = 0.88  # of pairs whose detail shows how often similar images reach the limit
 MIN_OVERLAP = 0.6  # share of the image's area
 NUM_RANDOM_PAIRS = 1024

@@ -16,7 +16,7 @@ from finetune.doctor.image_scan import Neighbors, PixelFacts
 
 __all__ = ["Outlier", "find_feature_outliers", "find_pixel_problems"]
 
-MAX_DEVIATION = 4.5  # robust standard deviations; measured: docs/doctor.md
+MAX_DEVIATION = 4.5  # robust standard deviations; measured: benchmarks/doctor.md
 MIN_CLASS_SIZE = 20  # smaller classes are compared with all images
 MIN_CONTRAST = 8  # of 255
 MAX_DARK, MIN_BRIGHT = 40, 215  # of 255: brightest of a dark, darkest of a bright image

@@ -28,7 +28,7 @@ from finetune.progress import item_bar
 __all__ = ["MAX_SIDE", "find_tiny_duplicates"]
 
 MAX_SIDE = 16  # pixels; the time grows with the square of the number of images
-# of the distances of a copy and of the nearest other image; measured: docs/doctor.md
+# of the distances of a copy and of the nearest other image; measured: benchmarks/doctor.md
 MAX_RATIO = 0.42
 MAX_FALSE = 0.003  # fraction of the images whose nearest one may be so near by chance
 _MIN_IMAGES, _USUAL_DIMENSION = 50, 7.0  # of digits; fewer images do not tell their dimension

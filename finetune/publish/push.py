@@ -48,6 +48,13 @@ from finetune.run.directory import RunDir
 
 __all__ = ["push", "push_static_files"]
 
+_FILES_OF_ADAPTER = tuple(f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES)
+# Names that any push of a model or an adapter may send. It deletes those that it does not send: a
+# model.onnx of an earlier push would belong to other weights.
+_OWN_NAMES = (
+    *(*PUBLISHED_FILES, *EXPORT_FILES),
+    *(*PUBLISHED_ADAPTER_FILES, *_FILES_OF_ADAPTER),
+)
 # The subprocess gets the sys.path of this process, because `-c` would add the working folder.
 _UPLOAD_PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1:]; from finetune.publish.upload import main; main()"
@@ -105,7 +112,7 @@ def push(
         commit_message=text,
         retry_command=retry_command,
         files={name: str(path.absolute()) for name, path in files.items()},
-        allowed_names=names,
+        own_names=_OWN_NAMES,
     )
     return _upload(job)
 
@@ -142,7 +149,7 @@ def push_static_files(
         commit_message=text,
         retry_command=_push_command(model, repository, flags, revision, message),
         files={name: str(path.absolute()) for name, path in files.items()},
-        allowed_names=names,
+        own_names=names,
         repo_type="space",
     )
     return _upload(job)
@@ -176,8 +183,7 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     export_files = EXPORT_FILES if read_certificate(folder) else ()
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
-    adapter_files = [f"adapter/{name}" for name in PUBLISHED_ADAPTER_FILES]
-    return folder, (*PUBLISHED_FILES, *export_files, *adapter_files), is_run
+    return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER), is_run
 
 
 # --- upload --------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class UploadJob:
         commit_message: the commit message.
         retry_command: the command that repeats the push, for error messages.
         files: local path of each file to push, by its name on the Hub.
-        allowed_names: names of all files that a push may send; the push deletes a file on the Hub
-            that is in `allowed_names` but not in `files`.
+        own_names: names of all files that any such push may send; the push deletes a file on the
+            Hub that is in `own_names` but not in `files`.
         repo_type: "model", or "space" for a static Space.
     """
 
@@ -65,7 +65,7 @@ class UploadJob:
     commit_message: str
     retry_command: str
     files: dict[str, str]
-    allowed_names: Sequence[str]
+    own_names: Sequence[str]
     repo_type: str = "model"
 
 
@@ -150,7 +150,7 @@ class _Upload:
         return {"commit": commit.oid, "changed": True, "deleted": stale}
 
     def _is_stale(self, name: str) -> bool:
-        if name in self.job.allowed_names:
+        if name in self.job.own_names:
             return True
         return "/" not in name and any(fnmatch.fnmatch(name, kind) for kind in STALE_PATTERNS)
 

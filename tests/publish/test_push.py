@@ -121,7 +121,8 @@ class TestPush:
         push(first, "alice/net")
         mine = {"LICENSE": b"mine", "cat.jpg": b"a cat", "old/pytorch_model.bin": b"kept"}
         stale = ("pytorch_model.bin", "weights.npz", "model.safetensors.index.json")
-        preferred = dict.fromkeys((*stale, "preprocessor_config.json"), b"stale")
+        stale += ("preprocessor_config.json", "model.onnx", "certificate.json")
+        preferred = dict.fromkeys((*stale, "adapter/adapter_config.json"), b"stale")
         hub.commit("alice/net", {**mine, **preferred})
         attributes = hub.files("alice/net")[".gitattributes"]
         before = len(hub.commits("alice/net"))

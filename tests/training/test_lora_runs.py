@@ -170,6 +170,9 @@ def test_push_adapter_uploads_only_the_adapter(
     assert main(["push", str(finished_run[0]), "alice/whole"]) == 0
     names = hub.files("alice/whole", "main").keys()
     assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= names
+    hub.commit("alice/whole", {"model.onnx": b"of the merged model"})
+    assert main(["push", str(finished_run[0]), "alice/whole", "--adapter"]) == 0
+    assert hub.files("alice/whole", "main").keys() == files.keys()
 
 
 def test_push_adapter_fails_without_an_adapter(hub: HubServer, folder: Path) -> None:

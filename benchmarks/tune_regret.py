@@ -124,7 +124,15 @@ def write_plan(
         rows.append([{"task": task, "number": i, **vars(t)} for i, t in enumerate(trials)])
     with path.open("w", encoding="utf-8") as file:
         for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
-            kept = ("task", "number", "name", "kind", "recipe", "estimate", "final_seconds")
+            kept = (
+                "task",
+                "number",
+                "name",
+                "kind",
+                "recipe",
+                "estimated_seconds",
+                "final_seconds",
+            )
             file.write(json.dumps({key: row[key] for key in kept}) + "\n")
 
 
@@ -173,7 +181,7 @@ class RecordedRuns:
         rng = np.random.default_rng(seed)
         self._rows = {row["name"]: row for row in rows}
         self.seconds = {
-            row["name"]: row["estimate"] * rng.lognormal(sigma=_COST_ERROR) for row in rows
+            row["name"]: row["estimated_seconds"] * rng.lognormal(sigma=_COST_ERROR) for row in rows
         }
         self._steps: dict[str, int] = {}
         self.now = 0.0
@@ -207,7 +215,7 @@ def search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int)
     """Search with the runs of a task in an order. Returns: the test accuracy of the choice."""
     by_name = {row["name"]: row for row in rows}
     recipe = MINIMAL_RECIPE.replace("epochs: 1", "steps: 1")  # it cannot be shortened
-    keys = ("kind", "estimate", "final_seconds")
+    keys = ("kind", "estimated_seconds", "final_seconds")
     trials = [
         Trial(name, name, recipe=recipe, **{key: by_name[name][key] for key in keys})
         for name in order
@@ -272,7 +280,7 @@ def replay(table: Sequence[Row], *, budget: float, num_seeds: int) -> None:
         others = {other: tasks[other] for other in tasks if other != task}
         orders = {"portfolio": names, "learned portfolio": learned_order(others, names)}
         whole = next(row for row in rows if row["kind"] == "full")
-        seconds = budget * (whole["estimate"] + whole["final_seconds"])
+        seconds = budget * (whole["estimated_seconds"] + whole["final_seconds"])
         results = {"start": [float(rows[0]["test"])]}
         for seed in range(num_seeds):
             drawn = [str(name) for name in np.random.default_rng(seed).permutation(names)]

@@ -144,7 +144,7 @@ def test_regret_of_searches(tune_regret: Callable[..., list[list[str]]], tmp_pat
         for number, (name, accuracy) in enumerate([("start", 0.6), ("worse", 0.3), ("best", 0.9)]):
             curve = [(step, accuracy * step / 40, 1.0) for step in (10, 20, 30, 40)]
             row = {"task": task, "number": number, "name": name, "kind": "full", "curve": curve}
-            row |= {"num_images": 1000, "estimate": 40.0, "final_seconds": 8.0}
+            row |= {"num_images": 1000, "estimated_seconds": 40.0, "final_seconds": 8.0}
             lines.append(json.dumps(row | {"test": accuracy}))
     table = tmp_path / "table.jsonl"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -176,4 +176,4 @@ def test_recording_for_the_regret(
     assert (row["task"], row["name"], row["kind"]) == ("photos", "start", "head")
     assert len(row["curve"]) == 2
     assert 0 <= row["test"] <= 1
-    assert row["estimate"] > 0
+    assert row["estimated_seconds"] > 0

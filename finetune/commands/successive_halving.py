@@ -68,9 +68,9 @@ class Trial:
 
     name: Annotated[str, Field(pattern=r"\A[a-z0-9-]+\z")]  # of its run directory, in `trials`
     description: str  # for users
-    kind: str  # "head", "full" or "lora": `estimate` has errors of the same size in one kind
+    kind: str  # "head", "full" or "lora": `estimated_seconds` has errors of the same size in one kind
     recipe: str  # as YAML
-    estimate: float  # of the seconds of the whole run, before anything was measured
+    estimated_seconds: float  # of the whole run, before anything was measured
     final_seconds: float  # estimated, of the final evaluation, results and report
     repeat_of: str = ""  # name of the trial that it repeats on another validation split
     curve: list[Point] = field(default_factory=list)  # the evaluations so far
@@ -331,7 +331,7 @@ def _resplit(trial: Trial, number: int) -> Trial:
         f"{trial.description}, validation split {number + 1}",
         trial.kind,
         recipe.model_copy(update={"data": data}).to_yaml(),
-        trial.estimate,
+        trial.estimated_seconds,
         trial.final_seconds,
         repeat_of=trial.name,
     )
@@ -397,7 +397,7 @@ def _shorten(search: Search, trial: Trial) -> bool:
         changes.append(f"optim.warmup_steps={round(optim.warmup_steps * length)}")
     trial.recipe = parse_recipe(trial.recipe, name=trial.name, overrides=changes).to_yaml()
     trial.description += f", shortened to {pluralize(number, unit)}"
-    trial.estimate *= length
+    trial.estimated_seconds *= length
     return True
 
 
@@ -422,12 +422,16 @@ def _estimate_total_seconds(search: Search, trial: Trial) -> float:
     if trial.step_seconds:
         return _measured_total_seconds(trial)
     same = [each for each in search.trials if each.kind == trial.kind and each.step_seconds]
-    return trial.estimate * _slowdown(same or search.trials)
+    return trial.estimated_seconds * _slowdown(same or search.trials)
 
 
 def _slowdown(trials: Sequence[Trial]) -> float:
     """Return the measured time of trials as a multiple of their estimates; 1 before any has run."""
-    ratios = [_measured_total_seconds(each) / each.estimate for each in trials if each.step_seconds]
+    ratios = [
+        _measured_total_seconds(each) / each.estimated_seconds
+        for each in trials
+        if each.step_seconds
+    ]
     return statistics.median(ratios) if ratios else 1.0
 
 

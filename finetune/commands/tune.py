@@ -322,8 +322,8 @@ def _require_validation(has_validation: bool) -> None:
 
 def _check_time(search: Search) -> None:
     """Raise RecipeError if the time is too short for the fastest recipe."""
-    fastest = min(search.trials, key=lambda trial: trial.estimate)
-    seconds = fastest.estimate + fastest.final_seconds
+    fastest = min(search.trials, key=lambda trial: trial.estimated_seconds)
+    seconds = fastest.estimated_seconds + fastest.final_seconds
     if seconds > search.remaining_seconds:
         raise RecipeError(
             f"--minutes {search.minutes:g}: too short for these images here: "

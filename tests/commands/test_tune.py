@@ -128,7 +128,7 @@ def make_search(
 ) -> Search:
     """A search whose trials take 100 s by their estimate."""
     trials = [
-        Trial(name, f"trial {name}", "full", RECIPE, estimate=100, final_seconds=5)
+        Trial(name, f"trial {name}", "full", RECIPE, estimated_seconds=100, final_seconds=5)
         for name in names.split()
     ]
     return Search("photos", [], minutes, "top1", num_train, can_resplit, trials)
@@ -276,7 +276,7 @@ class TestTime:
         self, tmp_path: Path
     ) -> None:
         search = make_search("start a", minutes=2)
-        search.trials[0].estimate = 200
+        search.trials[0].estimated_seconds = 200
         assert Machine().run(search, tmp_path).name == "a"
 
     @pytest.mark.parametrize("estimate,chosen", [(125, "start"), (130, "a")])
@@ -284,7 +284,7 @@ class TestTime:
         self, estimate: float, chosen: str, tmp_path: Path
     ) -> None:
         search = make_search("start a", minutes=2)
-        search.trials[0].estimate = estimate
+        search.trials[0].estimated_seconds = estimate
         machine = Machine(epochs={"start": 12})
         assert machine.run(search, tmp_path).name == chosen
         assert machine.now + search[chosen].final_seconds <= 132
@@ -316,7 +316,7 @@ class TestTime:
     ) -> None:
         """A run has one evaluation before its pause, at half of its steps."""
         search = make_search("start a b", minutes=4.15)
-        search["start"].kind, search["b"].estimate = "head", 80
+        search["start"].kind, search["b"].estimated_seconds = "head", 80
         epochs = dict.fromkeys("ab", 2)
         step_seconds = dict.fromkeys("ab", 5.0)
         Machine({"a": 0.8}, epochs=epochs, step_seconds=step_seconds).run(search, tmp_path)
@@ -328,7 +328,7 @@ class TestTime:
         """Both runs are ten times slower than estimated; the second one is shorter."""
         machine = Machine(epochs={"a": 4}, step_seconds={"start": 10.0, "a": 10.0})
         search = make_search("start a", minutes=5)
-        search["a"].estimate = 40
+        search["a"].estimated_seconds = 40
         assert machine.run(search, tmp_path).name == "a"
         assert machine.trained["start"] == [EPOCH]  # it pauses once it is clear
 
@@ -494,7 +494,7 @@ class TestPortfolio:
         def seconds(measured: float | None) -> float:
             choice = replace(created.choice, score=score, frozen=False, epochs=10, seconds=measured)
             made = {each.name: each for each in build_trials(replace(created, choice=choice))}
-            return made["short-low"].estimate
+            return made["short-low"].estimated_seconds
 
         # 20 epochs of 80 images, each with an evaluation of 20 images
         assert seconds(1000) - seconds(500) == pytest.approx(1000)
@@ -549,7 +549,9 @@ class TestDraws:
 
     def test_the_cost_is_that_of_the_measured_steps(self) -> None:
         costs = {each.description: each for each in draw("tune: {optim.epochs: [2, 20]}")}
-        seconds = [costs[name].estimate for name in ("the recipe as it is", "optim.epochs=20")]
+        seconds = [
+            costs[name].estimated_seconds for name in ("the recipe as it is", "optim.epochs=20")
+        ]
         assert seconds == pytest.approx([55, 105])
         assert costs["optim.epochs=2"].final_seconds == pytest.approx(9)
         recipe = parse_recipe(costs["optim.epochs=2"].recipe)

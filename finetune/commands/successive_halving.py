@@ -68,7 +68,7 @@ class Trial:
 
     name: Annotated[str, Field(pattern=r"\A[a-z0-9-]+\z")]  # of its run directory, in `trials`
     description: str  # for users
-    kind: str  # "head", "full" or "lora": `estimated_seconds` has errors of the same size in one kind
+    kind: str  # "head", "full" or "lora"; in one kind, `estimated_seconds` is wrong by one factor
     recipe: str  # as YAML
     estimated_seconds: float  # of the whole run, before anything was measured
     final_seconds: float  # estimated, of the final evaluation, results and report

@@ -84,24 +84,28 @@ def parse_recipe(text: str, *, name: str = "recipe", overrides: Iterable[str] = 
     recipe = validate_document(document, Recipe)
     check_source_url(recipe.data.source)  # before anything logs or stores it
     # YAML folds and quotes some strings, so that a secret in them differs
-    values = "\n\n".join(_find_strings(recipe.redacted().model_dump(mode="json")))
-    if holds_secret(f"{recipe.to_yaml()}{recipe.tune}\n\n{values}"):
+    strings = _find_strings(recipe.redacted().model_dump(mode="json"))
+    keys = [key for key, text in strings if holds_secret(text)]
+    if keys or holds_secret(f"{recipe.to_yaml()}{recipe.tune}"):
         raise RecipeError(
-            f"{name}: contains a token or password, which the run directory would store and a push "
-            "would publish; remove it from the recipe, revoke it and create a new one (the Hub "
-            "token is read from HF_TOKEN or from the login)",
+            f"{name}: {', '.join(keys) or 'it'} contains a token or password, which the run "
+            "directory would store and a push would publish; remove it, revoke it and create a new "
+            "one (the Hub token is read from HF_TOKEN or from the login)",
             code="recipe.holds_secret",
         )
     return recipe
 
 
-def _find_strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a structure of dicts and lists."""
+def _find_strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the text of all strings in a structure of dicts and lists."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _find_strings(each)
+        yield key, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _find_strings(each, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _find_strings(each, key)
 
 
 def _check_search_space(document: recipe_yaml.YamlDocument) -> None:

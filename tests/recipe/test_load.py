@@ -39,7 +39,7 @@ class TestLoading:
 
     def test_a_recipe_with_a_secret_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_API_KEY", "canary0wandb0key0f00d")
-        with refused("recipe.holds_secret", "recipe", "HF_TOKEN") as caught:
+        with refused("recipe.holds_secret", "recipe", "run.note", "HF_TOKEN") as caught:
             parse_recipe(BASE_RECIPE, overrides=["run.note=canary0wandb0key0f00d"])
         assert "canary" not in str(caught.value)
 

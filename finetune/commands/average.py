@@ -38,6 +38,7 @@ from finetune.run.directory import RunDir
 from finetune.run.record import (
     describe_split_decisions,
     differing_inputs,
+    have_other_shards,
     load_run_recipe,
     read_record,
     training_identity,
@@ -388,6 +389,10 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
         logger.warning(
             f"{paths}: the runs were trained on different images or labels; the model card "
             f"describes the training of {first.run.path} alone"
+        )
+    elif have_other_shards(records):
+        logger.warning(
+            f"{paths}: shards were written or copied between the runs, so their images may differ"
         )
 
 

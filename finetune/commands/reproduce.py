@@ -38,6 +38,7 @@ from finetune.run.directory import RunDir, resume_command
 from finetune.run.integrity import load_json
 from finetune.run.record import (
     differing_inputs,
+    have_other_shards,
     load_run_recipe,
     read_finished_results,
     read_record,
@@ -237,11 +238,8 @@ def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection
         varied: sections of the recipe in which the runs differ.
     """
     recipes = [(folder, load_run_recipe(folder)) for folder in folders]
-    identities = [
-        training_identity(recipe, read_record(RunDir(folder)))
-        for folder, recipe in recipes
-        if recipe is not None
-    ]
+    records = [(recipe, read_record(RunDir(folder))) for folder, recipe in recipes]
+    identities = [training_identity(recipe, record) for recipe, record in records if recipe]
     inputs = differing_inputs(identities)
     if names := [each for section, each in inputs.items() if section not in varied]:
         raise DataError(
@@ -249,6 +247,10 @@ def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection
             f"{' and '.join(names)}, so they cannot be averaged or compared; remove the wrong ones "
             "and run the command again",
             code="data.changed",
+        )
+    if have_other_shards(record for _, record in records):
+        logger.warning(
+            f"{name}: shards were written or copied between its runs, so their images may differ"
         )
 
 

@@ -25,7 +25,12 @@ from finetune.publish.model_card import CardContent, render_adapter_card, render
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
-from finetune.run.record import read_recipe, read_record, training_identity
+from finetune.run.record import (
+    have_other_shards,
+    read_recipe,
+    read_record,
+    training_identity,
+)
 
 __all__ = [
     "EXPORT_FILES",
@@ -247,9 +252,11 @@ def _results_by_seed(
 ) -> list[tuple[int, Mapping[str, Any]]]:
     """Collect (seed, results) of this run and of sibling runs that differ only in the seed.
 
-    Runs with other images or other pretrained weights are no siblings.
+    Runs with other images (or shards that were written or copied between the runs) or other
+    pretrained weights are no siblings.
     """
-    own_identity = training_identity(recipe, read_record(run))
+    own_record = read_record(run)
+    own_identity = training_identity(recipe, own_record)
     by_seed = {recipe.run.seed: results}
     try:
         siblings = sorted(run.path.resolve().parent.iterdir())
@@ -264,6 +271,7 @@ def _results_by_seed(
             record = read_record(sibling)
             if (
                 training_identity(recipe_of_sibling, record) != own_identity
+                or have_other_shards([own_record, record])
                 or record.get("status") != "done"
             ):
                 continue

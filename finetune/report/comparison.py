@@ -34,6 +34,7 @@ from finetune.report.sections import (
 from finetune.run.record import (
     describe_split_decisions,
     differing_inputs,
+    have_other_shards,
     training_identity,
 )
 
@@ -182,12 +183,15 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
         each.get(name) != first.get(name) for each, first in pairs for name in ("val", "test")
     ):
         inputs.setdefault("data", "images or labels")
-    return [
+    names = [
         name
         for section, name in inputs.items()
         if not any(key.startswith(f"{section}.") for key in keys)
         or (section == "data" and measured_on_others)
     ]
+    if "data" not in inputs and have_other_shards(run.record for run in runs):
+        names.append("shards (written or copied between the runs)")
+    return names
 
 
 def _format_setting(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +31,7 @@ __all__ = [
     "describe_teacher",
     "differing_inputs",
     "has_changed",
+    "have_other_shards",
     "load_run_recipe",
     "read_finished_results",
     "read_recipe",
@@ -212,6 +213,18 @@ def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for section, (key, name) in parts.items()
         if any(each[key] != identities[0][key] for each in identities)
     }
+
+
+def have_other_shards(records: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if local shards that runs streamed were written or copied between these runs.
+
+    Their images may differ, although the fingerprints of streamed splits are equal.
+
+    Args:
+        records: the content of run.json of each run.
+    """
+    times = [each for record in records if (each := record.get("shard_times"))]
+    return any(each != times[0] for each in times)
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

@@ -300,6 +300,14 @@ def test_incompatible_runs_are_refused(runs: Path, tmp_path: Path) -> None:
         (replaced / "run.json").write_text(json.dumps({**record, **changes}))
         with refused("weights.wrong_version", *names):
             average_runs([str(replaced)], alphas=[0.5], out=out)
+    (replaced / "run.json").write_text(json.dumps({**record, "shard_times": {"train": "a"}}))
+    other = shutil.copytree(runs / "b", tmp_path / "streamed")
+    other_record = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps({**other_record, "shard_times": {"train": "b"}}))
+    with logged() as messages:
+        average_runs([str(replaced), str(other)], out=str(tmp_path / "soup"))
+    assert any("shards were written or copied between the runs" in each for each in messages)
+    (replaced / "run.json").write_text(json.dumps({**record, **changes}))
     with refused("weights.wrong_shape", replaced, "arguments"):  # also of the same shapes
         average_runs([a, str(replaced)], out=out)
     fingerprints = {**record["split_fingerprints"], "test": "0" * 64}

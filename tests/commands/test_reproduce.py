@@ -257,6 +257,21 @@ def test_runs_of_other_images_are_neither_averaged_nor_compared(
         run_plan(plan, only=[] if done else ["chosen"], out=tmp_path, done=done)
 
 
+def test_shards_that_were_copied_between_runs_are_named(
+    plan: str, fake_training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_plan(plan, only=["chosen"], out=tmp_path)
+    for folder in (tmp_path / "chosen-s3", *tmp_path.glob("chosen-choose/*")):
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(
+            json.dumps({**record, "shard_times": {"train": folder.name}})
+        )
+        (folder / "model").rmdir()  # such a run is not trained again
+    capsys.readouterr()
+    run_plan(plan, only=["chosen"], out=tmp_path)
+    assert "chosen: shards were written or copied between its runs" in capsys.readouterr().err
+
+
 def test_probe_entries_are_repeated_on_cached_features(
     plan: str, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,13 @@ def test_rewrite_adds_other_seeds_and_the_repository_name(undrawn: None, runs: P
     rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
     assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
+    for run in "ab":  # streamed shards were replaced between the runs
+        record = json.loads((runs / run / "run.json").read_text())
+        changed = {**record, "shard_times": {"train": run}}
+        (runs / run / "run.json").write_text(json.dumps(changed))
+    rewrite_artifacts(RunDir(runs / "a"))
+    assert "seeds (0, 1)" not in (model / "README.md").read_text()
+
 
 def test_rewrite_ignores_runs_with_other_pretrained_weights(undrawn: None, runs: Path) -> None:
     path = runs / "b" / "run.json"

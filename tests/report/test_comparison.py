@@ -100,13 +100,20 @@ class TestGroupByRecipe:
             ("data.batch_size=7", {"split_fingerprints": {"test": "b"}}, ["images or labels"]),
             ("data.num_train=7", {"split_fingerprints": {"train": "b"}}, []),
             ("data.val_fraction=0.5", {"split_fingerprints": {"val": "b"}}, ["images or labels"]),
+            ("run.seed=1", {"shard_times": {"test": "a"}}, []),
+            (
+                "run.seed=1",
+                {"shard_times": {"test": "b"}},
+                ["shards (written or copied between the runs)"],
+            ),
         ],
     )
     def test_differences_that_the_recipes_do_not_show(
         self, override: str, keys: dict[str, Any], said: list[str], tmp_path: Path
     ) -> None:
         runs = []
-        for name, overrides, changes in (("a", (), {}), ("b", (override,), keys)):
+        first = {"shard_times": {"test": "a"}}
+        for name, overrides, changes in (("a", (), first), ("b", (override,), keys)):
             path = write_run_dir(tmp_path / name, "data.split_seed=0", *overrides)
             record = json.loads((path / "run.json").read_text())
             (path / "run.json").write_text(json.dumps({**record, **changes}))

@@ -365,7 +365,7 @@ def _results_section(content: CardContent) -> list[str]:
     return [
         *lines,
         *_uncertainty_notes(content),
-        *_temperature_note(content.results),
+        *_temperature_note(content),
         *_abstention_note(content),
     ]
 
@@ -499,11 +499,18 @@ def _abstention_note(content: CardContent) -> list[str]:
     return [text, "", *markdown_table(["wrong answers, at most", "answered"], rows), ""]
 
 
-def _temperature_note(results: Mapping[str, Any]) -> list[str]:
+def _temperature_note(content: CardContent) -> list[str]:
     """The effect of temperature scaling on the test split; a warning if the loss gets worse."""
-    test = results.get("test") or {}
+    test = content.results.get("test") or {}
     if not (scaled := test.get("calibrated")):
         return []
+    calibration = content.config.get("calibration") or scaled
+    if calibration["temperature"] != scaled["temperature"]:
+        return [
+            f"The temperature in `config.json`, {calibration['temperature']:.4g}, was fitted after "
+            f"the test split had been evaluated, on '{calibration.get('split')}'.",
+            "",
+        ]
     fitted = f"{scaled['temperature']:.4g}, a temperature fitted on the validation split,"
     if scaled["loss"] > test["loss"]:
         return [

@@ -235,6 +235,10 @@ def test_card_has_usage_results_and_provenance() -> None:
     ):
         assert part in text, part
     assert "](reliability.png)" not in text
+    config = {**card_content().config, "calibration": {"temperature": 0.277543, "split": "test"}}
+    text = render_card(card_content(results=results, config=config))
+    assert "in `config.json`, 0.2775, was fitted after the test split had been evaluated" in text
+    assert "changes the test loss" not in text
 
 
 @pytest.mark.parametrize("architecture", OWN_ARCHITECTURES)

@@ -75,7 +75,8 @@ _SECRETS = {
 # a query that must not be published; messages mask all queries
 _SIGNED_URL = re.compile(
     r"(?i)\w://[^\s\"<>]*[?&;#][\w.-]*"
-    r"(?:token|signature|secret|credential|passw(?:or)?d|key(?:[_-]?id)?|\bsig|\bauth)=\w"
+    r"(?:token|signature|secret|credential|pass(?:w(?:or)?d|phrase)?|pwd|key(?:[_-]?id)?"
+    r"|\b(?:sig|sas|auth))=\w"
 )
 # Each match contains one of these texts, in lower case. To search for them first is much faster.
 _ANCHORS = {

@@ -24,9 +24,11 @@ from finetune.files import file_sha256, read_untrusted_json, write_atomically
 
 __all__ = [
     "DESCRIPTION_FILES",
+    "MANIFEST",
     "add_checksums",
     "add_description_checksums",
     "json_sha256",
+    "read_checkpoint_checksums",
     "read_checksums",
     "verify_card_results",
     "verify_checksum",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 WEIGHTS_FILE = "model.safetensors"
+MANIFEST = "manifest.json"  # of a checkpoint: sizes and sha256 of its files
 # Files whose checksums are stored, if the folder has them.
 _CHECKED_FILES = (
     WEIGHTS_FILE,
@@ -157,6 +160,24 @@ def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
     return files
 
 
+def read_checkpoint_checksums(folder: Path) -> dict[str, str]:
+    """Return {file name: sha256} of the files of a checkpoint; empty without a manifest.
+
+    Raises: WeightsError if the manifest is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return {}
+    content = read_untrusted_json(path, str(path))
+    try:
+        return {name: str(entry["sha256"]) for name, entry in content["files"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); {_ADVICE}",
+            code="weights.damaged",
+        ) from None
+
+
 def verify_checksum(name: str, sha256: str, checksums: Mapping[str, str], *, source: str) -> None:
     """Compare the sha256 of a file with its checksum.
 
@@ -170,7 +191,7 @@ def verify_checksum(name: str, sha256: str, checksums: Mapping[str, str], *, sou
     if sha256 != (expected := checksums.get(name, sha256)):
         raise WeightsError(
             f"{source}: {name} is damaged or belongs to another model (its sha256 is {sha256}, "
-            f"config.json has {expected}); {_ADVICE}",
+            f"{expected} was recorded); {_ADVICE}",
             code="weights.damaged",
         )
 

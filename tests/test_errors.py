@@ -125,6 +125,8 @@ def test_secrets_in_mistyped_arguments_are_redacted(text: str, expected: str) ->
         "DefaultEndpointsProtocol=https;AccountKey=hunter2hunter2==",
         "tar:pipe:curl -H Authorization: Bearer hunter2hunter2 https://host/x.tar",
         "https://host/x.tar&sig=hunter2hunter2",
+        "https://host/x.tar?pass=hunter2hunter2",
+        "https://host/x.tar?sas=hunter2hunter2",
         "AKIAABCDEFGHIJKLMNOP",
         "?SİG=hunter2hunter2 ?sıg=hunter2hunter2",
         "my.paſſword=hunter2hunter2",

@@ -64,7 +64,7 @@ from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
 from finetune.run.directory import format_json
 from finetune.run.record import describe_split_decisions, load_run_recipe
-from finetune.training.accelerator import create_run_accelerator
+from finetune.training.accelerator import check_same_on_all_ranks, create_run_accelerator
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -133,6 +133,7 @@ def compare_models(
     source, split, data_changed = open_evaluation_data(
         first, recipes[0], section, seed=seed, split=split, accelerator=accelerator
     )
+    check_same_on_all_ranks({"weights": [each.provenance.get("sha256") for each in built]})
     if accelerator.is_main_process:
         for name, recipe in zip(names, recipes, strict=True):
             warn_of_training_images(name, recipe, source, split)

@@ -64,7 +64,11 @@ from finetune.run.record import (
     read_record,
     warn_of_copied_shards,
 )
-from finetune.training.accelerator import check_same_on_all_ranks, create_run_accelerator
+from finetune.training.accelerator import (
+    check_same_data_on_all_ranks,
+    check_same_on_all_ranks,
+    create_run_accelerator,
+)
 from finetune.training.compile import choose_kernels
 from finetune.training.frozen_backbone import build_feature_loader
 from finetune.transforms.eval_transforms import add_corruption, build_pipeline, default_eval_spec
@@ -170,8 +174,7 @@ def evaluate_model(
     source, split, data_changed = open_evaluation_data(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
-    labels = [source.class_names, source.splits[split].labels.tolist()]
-    check_same_on_all_ranks({"labels": labels, "weights": built.provenance.get("sha256")})
+    check_same_on_all_ranks({"weights": built.provenance.get("sha256")})
     if accelerator.is_main_process:
         warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(
@@ -255,7 +258,7 @@ def open_evaluation_data(
         split: see `evaluate_model`.
     Returns: the source, the name of the split, and whether the split of the run's own data has
         changed since the run.
-    Raises: DataError if the split does not exist.
+    Raises: DataError if the split does not exist; SetupError if ranks have different data.
     """
     is_main = accelerator.is_main_process
     if recipe is not None and is_main:
@@ -264,6 +267,8 @@ def open_evaluation_data(
     source, name = _open_split(
         section, split, seed=seed, is_training_data=is_training_data, log_split=is_main
     )
+    if accelerator.num_processes > 1:
+        check_same_data_on_all_ranks(accelerator, source, [name])
     data_changed = is_training_data and warn_if_changed(model, source, name, is_main=is_main)
     return source, name, data_changed
 

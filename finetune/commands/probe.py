@@ -46,7 +46,11 @@ from finetune.precision import autocast_dtype
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import collect_environment
 from finetune.run.record import describe_split_decisions, load_run_recipe
-from finetune.training.accelerator import create_accelerator
+from finetune.training.accelerator import (
+    check_same_data_on_all_ranks,
+    check_same_on_all_ranks,
+    create_accelerator,
+)
 from finetune.training.compile import choose_kernels
 from finetune.transforms.eval_transforms import build_pipeline
 
@@ -355,6 +359,9 @@ def _extract_features(
     split_names = dict.fromkeys(["train", task.split])
     if include_val and "val" in task.source.splits:
         split_names["val"] = None
+    if accelerator.num_processes > 1:
+        check_same_on_all_ranks({"weights": built.provenance.get("sha256")})
+        check_same_data_on_all_ranks(accelerator, task.source, split_names)
     splits = {name: task.source.splits[name] for name in split_names}
     if task.shot_indices is not None:
         splits["train"] = splits["train"].subset(task.shot_indices)

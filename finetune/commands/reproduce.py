@@ -39,6 +39,7 @@ from finetune.run.integrity import load_json
 from finetune.run.record import (
     differing_inputs,
     have_other_shards,
+    have_other_test_images,
     load_run_recipe,
     read_finished_results,
     read_record,
@@ -248,6 +249,9 @@ def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection
             "and run the command again",
             code="data.changed",
         )
+    results = [RunDir(folder).read_json("results.json") for folder in folders]
+    if "data" not in varied and have_other_test_images(results):
+        logger.warning(f"{name}: its runs could not read the same number of test images")
     if have_other_shards(record for _, record in records):
         logger.warning(
             f"{name}: shards were written or copied between its runs, so their images may differ"

@@ -30,9 +30,11 @@ from finetune.errors import CheckpointError
 from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, format_claim
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std, markdown_table, pluralize
+from finetune.log import logger
 from finetune.recipe.load import Claim, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys_without_seed
+from finetune.report.comparison import differing_settings, unstated_differences
 from finetune.report.run_data import Run, read_run
 
 __all__ = [
@@ -264,6 +266,8 @@ def directions_table(
             measured = f"{direction.metric}, slope per epoch: {slope}"
         else:
             pairs = [(value, theirs.get(seed)) for seed, value in ours.items()]
+            if _used_other_images(runs_by_entry, direction):
+                pairs = []
             answers = [value < other for value, other in pairs if None not in (value, other)]
             both = (_format_metric_mean(direction.metric, part.values()) for part in (ours, theirs))
             measured = f"{direction.metric}: {' and '.join(both)}"
@@ -273,6 +277,22 @@ def directions_table(
         rows.append([*cells, measured if answers else MISSING, names])
     header = ["question", "claimed by", _EXPECTED_PREFIX, "answer", "measured", "runs"]
     return _table_lines(header, rows)
+
+
+def _used_other_images(runs_by_entry: Mapping[str, Sequence[Run]], direction: Direction) -> bool:
+    """Return True if the runs of two entries used different images of the same source."""
+    names = (direction.run, direction.below or "")
+    runs = [run for name in names for run in runs_by_entry.get(name, ())]
+    settings = differing_settings([run.recipe for run in runs])
+    if not runs or any(key.startswith("data.") for key, _ in settings):
+        return False
+    if not (inputs := unstated_differences(runs)):
+        return False
+    logger.warning(
+        f"{direction.run} and {direction.below}: their runs used different {' and '.join(inputs)}, "
+        "so they are not compared; remove the older runs and run the command again"
+    )
+    return True
 
 
 def _claims_table(

@@ -49,6 +49,7 @@ from finetune.errors import DataError, redact_urls
 from finetune.files import write_atomically
 from finetune.formatting import format_duration, pluralize, printable_path
 from finetune.log import logger, quiet
+from finetune.models.build import build_model
 from finetune.recipe.load import MINIMAL_RECIPE, parse_overrides, parse_recipe
 from finetune.recipe.paths import resolve_data_source
 from finetune.recipe.schema import Recipe
@@ -148,6 +149,7 @@ class Choice:
         scores: all weights that were compared, best first.
         seconds: estimated seconds of training on this machine or, if frozen, of computing the
             features; None if they were not measured.
+        weights_hashes: sha256 of the chosen weights, and of their network and preprocessing.
     """
 
     score: Score
@@ -156,6 +158,7 @@ class Choice:
     reason: str
     scores: list[Score]
     seconds: float | None
+    weights_hashes: tuple[str | None, ...] = ()
 
 
 _CHOICE = TypeAdapter(Choice)
@@ -176,9 +179,12 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
     candidates = _list_candidates(builder, device, download=download)
     key = builder.choice_key(candidates, device)
     choice = None if key is None else _read_choice(key)
+    if choice is not None and choice.weights_hashes != builder.hash_weights(choice):
+        choice = None
     if choice is None:
         choice = _choose(builder, candidates)
         if key is not None:
+            choice = replace(choice, weights_hashes=builder.hash_weights(choice))
             _write_choice(key, choice)
     else:
         name = redact_urls(builder.source.name)
@@ -321,7 +327,7 @@ class RecipeBuilder:
         return cls(opened, inspect_data(opened, val_fraction), overrides, override_values)
 
     def choice_key(self, candidates: Sequence[Candidate], device: torch.device) -> str | None:
-        """Return a hash of everything that the choice depends on.
+        """Return a hash of everything that the choice depends on, except the weights themselves.
 
         Returns: the hash; None if a later change of the images could go unnoticed.
         """
@@ -332,9 +338,17 @@ class RecipeBuilder:
             *(__version__, torch.__version__, device.type, self.source.class_names),
             images_keys,
             sorted(override for override in self.overrides if not override.startswith("run.")),
-            [(each.name, each.image_size, _file_states(each.name)) for each in candidates],
+            [(each.name, each.image_size) for each in candidates],
         ]
         return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
+
+    def hash_weights(self, choice: Choice) -> tuple[str | None, ...]:
+        """Return `Choice.weights_hashes` of the chosen weights as they are now."""
+        section = self.build(choice).recipe.model
+        provenance = build_model(
+            section.name, **section.model_dump(include={"pretrained", "args", "rename"})
+        ).provenance
+        return provenance.get("sha256"), provenance.get("config_sha256")
 
     def frozen_by_overrides(self) -> bool | None:
         """Return whether the user's keys freeze the backbone; None if they leave it open."""
@@ -575,13 +589,6 @@ def inspect_data(source: Source, val_fraction: float) -> DatasetStats:
         images_per_class=count_images_per_class(split.labels, len(source.class_names)),
         median_side=int(np.median(sides)),
     )
-
-
-def _file_states(name: str) -> list[tuple[str, int, int]]:
-    """Return name, size and mtime of local files of weights, also of a run; none for a name."""
-    path = Path(name.removeprefix("local-dir:")).expanduser()
-    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path] * path.is_file()
-    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def _choose_val_fraction(source: Source) -> tuple[float, str]:

@@ -35,6 +35,7 @@ from finetune.errors import Interrupted, RecipeError, SetupError
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
 from finetune.models.build import build_model
+from finetune.models.weights.resolve import find_weights_file
 from finetune.publish.model_card import license_metadata
 from finetune.transforms.eval_transforms import build_pipeline
 
@@ -239,8 +240,8 @@ def _read_license(folder: Path) -> str | None:
 def _copy_model(model: str, target: Path) -> None:
     folder = local_model_folder(model)
     assert folder is not None
-    weights = sorted(folder.glob("*.safetensors"), key=lambda f: f.name != "model.safetensors")
-    if not weights:
+    weights = find_weights_file(folder)
+    if weights is None or weights.suffix != ".safetensors":
         raise RecipeError(
             f"--export-space needs .safetensors weights, which {model} does not have; fine-tune it "
             "first, then export the run",
@@ -248,7 +249,7 @@ def _copy_model(model: str, target: Path) -> None:
         )
     target.mkdir()
     shutil.copyfile(folder / "config.json", target / "config.json")
-    shutil.copyfile(weights[0], target / "model.safetensors")
+    shutil.copyfile(weights, target / "model.safetensors")
 
 
 def _copy_package(target: Path) -> None:

@@ -215,14 +215,14 @@ def _commit_from_path(path: Path) -> str | None:
 def download_url(url: str) -> Path:
     """Download a file by URL through torch's cache, for timm weights that are not on the Hub.
 
-    Verifies the first digits of the sha256, which torch expects in the file name.
+    Verifies the first digits of the sha256, which torch expects in the file name, at every use.
 
     Raises: WeightsError if the download fails or the checksum does not match.
     """
     filename = url.rsplit("/", 1)[-1]
     path = Path(hub.get_dir()) / "checkpoints" / filename
+    digits = re.search(r"-([0-9a-f]{8,})\.", filename)
     if not path.is_file():
-        digits = re.search(r"-([0-9a-f]{8,})\.", filename)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             hub.download_url_to_file(url, str(path), digits and digits[1], progress=False)
@@ -231,6 +231,12 @@ def download_url(url: str) -> Path:
                 f"{url}: cannot be downloaded ({error}) and is not in the cache; try again",
                 code="weights.not_found",
             ) from error
+    elif digits and not file_sha256(path).startswith(digits[1]):
+        raise WeightsError(
+            f"{path}: is damaged (its sha256 does not start with {digits[1]}); delete it, "
+            "so that it is downloaded again",
+            code="weights.damaged",
+        )
     return path
 
 

@@ -27,6 +27,7 @@ from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
 from finetune.run.record import (
     have_other_shards,
+    have_other_test_images,
     read_recipe,
     read_record,
     training_identity,
@@ -51,6 +52,8 @@ PUBLISHED_FILES = (*MODEL_FILES, "README.md", *DESCRIPTION_FILES)
 EXPORT_FILES = ("model.onnx", CERTIFICATE)
 # The files of model/adapter that a push of the adapter sends.
 PUBLISHED_ADAPTER_FILES = (*ADAPTER_FILES, "README.md")
+# The files of model/ that `write_artifacts` writes.
+_ARTIFACTS = ("README.md", *DESCRIPTION_FILES, "adapter/README.md")
 
 
 def write_artifacts(
@@ -170,7 +173,7 @@ def base_model_name(run: RunDir) -> str:
 def rewrite_artifacts(
     run: RunDir, *, repository: str | None = None, adapter_repository: str | None = None
 ) -> None:
-    """Rewrite the artifacts in a finished run's model/ folder.
+    """Rewrite the artifacts in a finished run's model/ folder, and keep its other files.
 
     Call it before a push, or after the recipe was run with other seeds.
 
@@ -183,11 +186,20 @@ def rewrite_artifacts(
             code="checkpoint.not_finished",
         )
 
+    artifacts = {run.model_folder / name for name in _ARTIFACTS}
+
+    def find_artifacts(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(parent, name) in artifacts]
+
     def write(folder: Path) -> None:
-        for name in (*MODEL_FILES, *EXPORT_FILES, *(f"adapter/{name}" for name in ADAPTER_FILES)):
-            if (run.model_folder / name).is_file():
-                (folder / name).parent.mkdir(exist_ok=True)
-                _link_or_copy(run.model_folder / name, folder / name)
+        shutil.copytree(
+            run.model_folder,
+            folder,
+            symlinks=True,
+            ignore=find_artifacts,
+            copy_function=_link_or_copy,
+            dirs_exist_ok=True,
+        )
         write_artifacts(
             folder, run, results, repository=repository, adapter_repository=adapter_repository
         )
@@ -252,8 +264,8 @@ def _results_by_seed(
 ) -> list[tuple[int, Mapping[str, Any]]]:
     """Collect (seed, results) of this run and of sibling runs that differ only in the seed.
 
-    Runs with other images (or shards that were written or copied between the runs) or other
-    pretrained weights are no siblings.
+    Runs with other images (or other readable ones, or shards that were written or copied between
+    the runs) or other pretrained weights are no siblings.
     """
     own_record = read_record(run)
     own_identity = training_identity(recipe, own_record)
@@ -278,6 +290,8 @@ def _results_by_seed(
             sibling_results = sibling.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # skip runs that cannot be read
+        if have_other_test_images([results, sibling_results]):
+            continue
         if sibling_results and _has_all_metrics(sibling_results.get("test"), recipe.data.task):
             by_seed.setdefault(recipe_of_sibling.run.seed, sibling_results)
     return sorted(by_seed.items())
@@ -312,7 +326,7 @@ def _draw_plots(
     return list(figures)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
     """Hard-link a file, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)

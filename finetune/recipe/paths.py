@@ -216,14 +216,17 @@ def check_source_url(source: str) -> None:
     if not re.match(r"(?i)tar:https?://", source):
         return
     try:
-        _ = urlsplit(source.removeprefix("tar:")).port
-        is_valid = not re.search(r"[\s\"<>#]", source)
-    except ValueError:  # a "/" in a password ends the host, and leaves a port that is no number
+        url = urlsplit(source.removeprefix("tar:"))
+        _ = url.port
+        # a "/" in a password ends the host, and leaves a port, which may be a number
+        is_valid = not re.search(r"[\s\"<>#]", source) and "@" not in url.path
+    except ValueError:
         is_valid = False
     if not is_valid:
         raise DataError(
             "data source tar:http…: not a valid URL; percent-encode spaces, quotes, <, > and #, "
-            "and in a password also /, ? and @ (for example / as %2F), and remove a fragment (#…)",
+            "in a password also / and ?, and @ everywhere but before the host (for example / as "
+            "%2F), and remove a fragment (#…)",
             code="data.wrong_source",
         )
 

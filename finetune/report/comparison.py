@@ -35,6 +35,7 @@ from finetune.run.record import (
     describe_split_decisions,
     differing_inputs,
     have_other_shards,
+    have_other_test_images,
     training_identity,
 )
 
@@ -191,6 +192,9 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     ]
     if "data" not in inputs and have_other_shards(run.record for run in runs):
         names.append("shards (written or copied between the runs)")
+    same_test_split = all(each.get("test") == splits[0].get("test") for each in splits)
+    if same_test_split and have_other_test_images(run.results for run in runs):
+        names.append("test images (some could not be read)")
     return names
 
 

@@ -35,7 +35,7 @@ from finetune.files import (
 )
 from finetune.formatting import pluralize
 from finetune.log import logger, warn_once
-from finetune.model_checksums import verify_model_folder
+from finetune.model_checksums import MANIFEST, verify_model_folder
 from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
@@ -49,7 +49,6 @@ from finetune.run.schema import check_json_types, parse_metrics_line
 
 __all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command", "whole_run"]
 
-MANIFEST = "manifest.json"
 SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # `Path` keeps one slash
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")

@@ -32,6 +32,7 @@ __all__ = [
     "differing_inputs",
     "has_changed",
     "have_other_shards",
+    "have_other_test_images",
     "load_run_recipe",
     "read_finished_results",
     "read_recipe",
@@ -184,10 +185,12 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
         recipe: the recipe of the run.
         record: the content of run.json.
     """
-    splits = record.get("split_fingerprints", {})
+    splits: dict[str, Any] = record.get("split_fingerprints", {})
     # Without data.split_seed, run.seed draws the subsets and the validation split.
     if recipe.data.split_seed is None and (whole := record.get("whole_fingerprints")):
         splits = {**whole, "classes": splits.get("classes")}
+    elif splits:  # with data.unreadable=quarantine, another machine may read other images
+        splits = {**splits, "images_read": record.get("plan", {}).get("images_read")}
     return {
         "recipe": training_keys_without_seed(recipe),
         "data": splits,
@@ -213,6 +216,18 @@ def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for section, (key, name) in parts.items()
         if any(each[key] != identities[0][key] for each in identities)
     }
+
+
+def have_other_test_images(results: Iterable[Mapping[str, Any] | None]) -> bool:
+    """Return True if runs were evaluated on different numbers of test images.
+
+    The fingerprints of a split also cover the images that only some machines can read.
+
+    Args:
+        results: the content of results.json of each run; None if it is not finished.
+    """
+    numbers = {test["examples"] for each in results if each and (test := each.get("test"))}
+    return len(numbers) > 1
 
 
 def have_other_shards(records: Iterable[Mapping[str, Any]]) -> bool:

@@ -10,10 +10,11 @@ import datetime
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
@@ -26,6 +27,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from finetune.data.source import Source, Split
 from finetune.errors import (
     FinetuneError,
     RecipeError,
@@ -42,12 +44,14 @@ from finetune.training.launcher import Launcher, get_launcher, requested_num_pro
 from finetune.training.rank_errors import error_from_rank
 
 __all__ = [
+    "check_same_data_on_all_ranks",
     "check_same_on_all_ranks",
     "create_accelerator",
     "create_run_accelerator",
     "destroy_process_group",
     "is_sharded",
     "run_on_main",
+    "share_digests",
 ]
 
 _Result = TypeVar("_Result")
@@ -208,6 +212,55 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
                 "with the same command, data and weights",
                 code="setup.ranks_differ",
             )
+
+
+def share_digests(accelerator: Accelerator, splits: Iterable[Split]) -> None:
+    """Let every rank accept only images whose content rank 0 has fingerprinted.
+
+    Image files are compared when they are read. Tables and tar shards are compared here, by each
+    rank whose files are not those of rank 0, such as copies on another machine.
+
+    Args:
+        splits: the splits that the ranks read; streamed ones are left out.
+    Raises: SetupError on every rank if images of one of them differ.
+    """
+    in_files = [split for split in splits if not split.is_streamed]
+    digests = run_on_main(accelerator, lambda: [split.digests for split in in_files])
+    signatures = [_file_signatures(split) for split in in_files]
+    of_main = gather_object([signatures])[0]
+    same = {}
+    for is_local_main in (True, False):  # the others of a machine find its digests in the cache
+        if accelerator.is_local_main_process == is_local_main:
+            for index, split in enumerate(in_files):
+                has_same_files = signatures[index] == of_main[index]
+                same[f"images of '{split.name}'"] = has_same_files or np.array_equal(
+                    split.digests, digests[index]
+                )
+        accelerator.wait_for_everyone()
+    check_same_on_all_ranks(same)
+    for split, split_digests in zip(in_files, digests, strict=True):
+        split.use_digests(split_digests)
+
+
+def check_same_data_on_all_ranks(
+    accelerator: Accelerator, source: Source, names: Iterable[str]
+) -> None:
+    """Share the digests of some splits, and compare their labels, classes and shards.
+
+    Raises: SetupError on every rank if one of them has other data.
+    """
+    splits = [source.splits[name] for name in names]
+    share_digests(accelerator, splits)
+    fingerprints = {f"labels or shards of '{split.name}'": split.fingerprint for split in splits}
+    check_same_on_all_ranks({"classes": source.class_names, **fingerprints})
+
+
+def _file_signatures(split: Split) -> list[list[int]]:
+    """Return size, inode and times of the tables or shards of a split; empty for image files."""
+    if split.images.has_file_per_image:
+        return []
+    signatures: list[list[int]] = split.images.stat_signatures(split.image_rows)[:, 1:].tolist()
+    return signatures
 
 
 def destroy_process_group() -> None:

@@ -36,6 +36,7 @@ from finetune.training.accelerator import (
     create_accelerator,
     destroy_process_group,
     run_on_main,
+    share_digests,
 )
 from finetune.training.batch_size_finder import resolve_micro_batch_size
 from finetune.training.build_state import build_trainer_state
@@ -308,10 +309,7 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
         validation split.
     """
     accelerator, run, splits = trainer.accelerator, trainer.run, trainer.setup.source.splits
-    in_files = [split for split in splits.values() if not split.is_streamed]
-    digests = run_on_main(accelerator, lambda: [split.digests for split in in_files])
-    for split, split_digests in zip(in_files, digests, strict=True):
-        split.use_digests(split_digests)
+    share_digests(accelerator, splits.values())
     check_same_on_all_ranks(_training_inputs(trainer))
     if start_step:  # before the data: cached features need the weights
         trainer.load_checkpoint(start_step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
+from logs import logged
 from plan_runs import MACHINE, load_entry_results, write_plan, write_plan_runs
 from refusals import refused
 
@@ -181,6 +183,23 @@ def test_direction_without_its_runs_is_open(
     plan_path: Path, excluded: list[str], answers: list[str]
 ) -> None:
     assert [row[3] for row in table_rows(render(plan_path, *excluded), DIRECTIONS)] == answers
+
+
+def test_runs_on_different_images_are_not_compared(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path)
+    plan.write_text(plan.read_text().replace("data.num_train=20", "optim.lr=2e-3"))
+    runs = write_plan_runs(tmp_path, plan)
+    for name in ("whole-s0", "whole-s1", "less-s0", "less-s1"):
+        record = json.loads((runs / name / "run.json").read_text())
+        record["split_fingerprints"] = {"test": "0"}
+        (runs / name / "run.json").write_text(json.dumps(record))
+    assert table_rows(render(plan), DIRECTIONS)[1][3] == "yes for 2 of 2 seeds"
+    for name in ("less-s0", "less-s1"):
+        record["split_fingerprints"] = {"test": "1"}
+        (runs / name / "run.json").write_text(json.dumps(record))
+    with logged() as messages:
+        assert table_rows(render(plan), DIRECTIONS)[1][3] == "open"
+    assert any("less and whole: their runs used different images" in each for each in messages)
 
 
 def test_run_hash_covers_the_four_run_files(plan_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from logs import logged
 from PIL import Image
 from refusals import refused
+from safetensors.torch import load_file
 from small_datasets import random_png
 from tar_shards import Member, tar_bytes
 
@@ -20,7 +22,7 @@ from finetune.cli import main as cli
 from finetune.cli.training import default_run_name
 from finetune.commands import start as start_module
 from finetune.commands import weight_selection
-from finetune.commands.start import RecipeBuilder, StartResult, start
+from finetune.commands.start import StartResult, start
 from finetune.commands.suggested_weights import SuggestedWeights
 from finetune.commands.weight_selection import Candidate, Score
 from finetune.recipe.load import load_recipe, parse_recipe
@@ -325,17 +327,25 @@ class TestSecondStart:
             monkeypatch.setattr(start_module, "list_candidates", lambda device: [NANO])
         assert not self.started(photos, *overrides)[1]
 
-    def test_local_weights_that_change_are_other_weights(self, photos: str, tmp_path: Path) -> None:
-        builder = RecipeBuilder.open(photos, [])
-        (file := tmp_path / "weights" / "model.safetensors").parent.mkdir()
+    def test_local_weights_that_change_are_other_weights(
+        self, photos: str, findings: Findings, tmp_path: Path
+    ) -> None:
+        embedded = Path(str(resources.files("finetune.models"))) / "embedded" / "vit_nano"
+        folder = tmp_path / "weights"
+        folder.mkdir()
+        config = json.loads((embedded / "config.json").read_text())
+        tensors = load_file(embedded / "model.safetensors")
 
-        def key(content: bytes, name: Path) -> str | None:
-            file.write_bytes(content)
-            candidate = replace(NANO, name=str(name))
-            return builder.choice_key([candidate], torch.device("cpu"))
+        def was_reused() -> bool:
+            (folder / "config.json").write_text(json.dumps(config))
+            torch.save(tensors, folder / "pytorch_model.bin")
+            return self.started(photos, f"model.name={folder}")[1]
 
-        for name in (file, file.parent):
-            assert key(b"one", name) != key(b"another", name)
+        assert [was_reused(), was_reused()] == [False, True]
+        tensors["norm.bias"] += 1
+        assert [was_reused(), was_reused()] == [False, True]
+        config["pretrained_cfg"]["mean"] = [0.1, 0.2, 0.3]
+        assert [was_reused(), was_reused()] == [False, True]
 
     def test_a_damaged_file_is_ignored(
         self, photos: str, findings: Findings, tmp_path: Path

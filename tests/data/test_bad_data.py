@@ -134,6 +134,9 @@ SOURCES = {
     "a name too long, parquet": BadInput(
         ["data", "info", f"parquet:{'x' * 5000}"], "data.unreadable", "parquet:xxx"
     ),
+    "a password with a slash": BadInput(
+        "data info tar:http://me:4711/word@host/x.tar", "data.wrong_source", "percent-encode"
+    ),
     "parquet without a path": BadInput("data info parquet", "data.wrong_source", "hub:owner/name"),
     "hub without a name": BadInput("data info hub:", "data.wrong_source", "'hub:'"),
     "an unknown embedded dataset": BadInput(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from demo_server import (
     GUARD,
@@ -28,6 +29,7 @@ from demo_server import (
 )
 from PIL import Image
 from refusals import refused
+from safetensors.torch import load_file
 
 from finetune.demo import space
 from finetune.demo.space import export_space
@@ -128,6 +130,24 @@ def test_invalid_model_writes_nothing(model: str, tmp_path: Path) -> None:
     with refused("recipe.unsupported", "model.safetensors"):
         export_space(str(Path(model) / "model.safetensors"), folder)
     assert not folder.exists()
+
+
+def test_the_weights_that_are_loaded_are_exported(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    config.pop("checksums", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = Path(model) / "model.safetensors"
+    for name in ("open_clip_model.safetensors", "a.safetensors"):
+        shutil.copyfile(weights, folder / name)
+    (folder / "a.safetensors").write_bytes(b"other weights")
+    export_space(str(folder), tmp_path / "space")
+    assert (tmp_path / "space/model/model.safetensors").read_bytes() == weights.read_bytes()
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    (folder / "open_clip_model.safetensors").unlink()
+    with refused("recipe.unsupported", ".safetensors", folder):
+        export_space(str(folder), tmp_path / "again")
 
 
 def test_folder_that_cannot_be_created(model: str, tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import timm
 import torch
 from networks import SMALL_VIT_ARGS, write_timm_folder
 from refusals import refused
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetune.errors import WeightsError
+from finetune.files import file_sha256
+from finetune.hub.download import download_url
+from finetune.model_checksums import add_checksums
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import locate_weights, resolve_weights
 
@@ -179,8 +182,40 @@ class TestFiles:
         with refused("weights.unknown_name", "'vit_tiny_patch16_224'"):
             resolve_weights(path, args={"architecture": "vit_tiny_patch16_24"})
 
+    def test_an_architecture_does_not_skip_recorded_checksums(self, folder: Path) -> None:
+        file, args = folder / "model.safetensors", {"architecture": "vit_tiny_patch16_224"}
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(add_checksums(config, folder)))
+        manifest = {"files": {file.name: {"sha256": file_sha256(file)}}}
+        resolve_weights(str(file), args=args)
+        state = load_file(file)
+        save_file({name: tensor + 1 for name, tensor in state.items()}, file)
+        with refused("weights.damaged", file.name):
+            resolve_weights(str(file), args=args)
+        (folder / "config.json").unlink()
+        resolve_weights(str(file), args=args)
+        (folder / "manifest.json").write_text(json.dumps(manifest))  # a checkpoint
+        with refused("weights.damaged", file.name):
+            resolve_weights(str(file), args=args)
+
     def test_rejects_code_before_asking_for_an_architecture(self, tmp_path: Path) -> None:
         path = tmp_path / "alone.pth"
         torch.save({"x": Path.cwd}, path)
         with refused("weights.unsafe", "alone.pth"):
             resolve_weights(str(path))
+
+
+def test_a_damaged_file_in_the_cache_of_torch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    for name in (f"net-{digest[:8]}.pth", "net.pth"):  # the second name has no digits to compare
+        (folder / name).write_bytes(b"weights")
+        assert download_url(f"https://host/{name}") == folder / name
+        (folder / name).write_bytes(b"other")
+    with refused("weights.damaged", folder, digest[:8]):
+        download_url(f"https://host/net-{digest[:8]}.pth")
+    assert download_url("https://host/net.pth") == folder / "net.pth"

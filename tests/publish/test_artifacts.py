@@ -101,7 +101,11 @@ def test_results_in_a_card_cannot_be_edited_before_a_push(runs: Path, tmp_path: 
 def test_rewrite_adds_other_seeds_and_the_repository_name(undrawn: None, runs: Path) -> None:
     model = runs / "a" / "model"
     weights = file_sha256(model / "model.safetensors")
+    (model / "mine").mkdir()
+    (model / "mine" / "notes.txt").write_text("of the user")
     rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
+    assert (model / "mine" / "notes.txt").read_text() == "of the user"
+    shutil.rmtree(model / "mine")
     card = (model / "README.md").read_text()
     assert "mean ± std of 2 seeds (0, 1)" in card
     assert "hf-hub:alice/digits" in card

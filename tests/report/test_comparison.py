@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ class TestGroupByRecipe:
             (path / "run.json").write_text(json.dumps({**record, **changes}))
             runs.append(read_run(path))
         assert unstated_differences(runs) == said
+
+    def test_other_numbers_of_readable_images_are_named(self, tmp_path: Path) -> None:
+        run = read_run(write_run_dir(tmp_path / "a"))
+        test = {**run.results["test"], "examples": 1}
+        other = dataclasses.replace(run, results={**run.results, "test": test})
+        assert unstated_differences([run, other]) == ["test images (some could not be read)"]
 
     @pytest.mark.parametrize("seed, said", [(0, ["images or labels"]), (1, [])])
     def test_other_validation_images_of_one_seed_are_named(

@@ -32,8 +32,11 @@ from forked_runs import (
 from ranks import run_rank_command, run_two_ranks
 from refusals import refused
 from safetensors.torch import load_file
-from small_datasets import write_image_folder
+from small_datasets import random_png, write_image_folder, write_parquet
 
+from finetune.commands.compare import compare_models
+from finetune.commands.evaluate import evaluate_model
+from finetune.commands.probe import probe_model
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore
 from finetune.errors import HubError
@@ -479,3 +482,30 @@ def train_refused(out: Path, overrides: list[str], other: str, name: str) -> Non
         overrides = [*overrides, other]
     with refused("setup.ranks_differ", f"rank 1 differs from rank 0 in {name};"):
         train(tiny_recipe(*overrides), out)
+
+
+def test_ranks_with_other_images_are_refused(tmp_path: Path) -> None:
+    for folder, first in (("rank0", 0), ("copy", 0), ("other", 50)):
+        for split in ("train", "test"):
+            images = [{"bytes": random_png(first + number), "path": None} for number in range(8)]
+            write_parquet(tmp_path / folder / f"{split}.parquet", [0, 1] * 4, images=images)
+    run_two_ranks(read_other_images_on_rank_1, tmp_path)
+
+
+def read_other_images_on_rank_1(folder: Path) -> None:
+    """Train, evaluate, compare and probe on a copy of the images, and on other ones."""
+    copy, other = (
+        f"parquet:{folder / ('rank0' if os.environ['RANK'] == '0' else name)}"
+        for name in ("copy", "other")
+    )
+    data, run = ("data.num_train=null", "data.num_test=null", "data.batch_size=4"), folder / "run"
+    with refused("setup.ranks_differ", "images of 'train'"):
+        train(tiny_recipe(*data, f"data.source={other}"), folder / "no", keep_process_group=True)
+    train(tiny_recipe(*data, f"data.source={copy}"), run, keep_process_group=True)
+    for command in (
+        lambda: evaluate_model(str(run), data=other),
+        lambda: compare_models(str(run), str(run / "model"), data=other),
+        lambda: probe_model(str(run), data=other, shots=[1]),
+    ):
+        with refused("setup.ranks_differ", "rank 1", "images of 'test'"):
+            command()

@@ -18,7 +18,11 @@ from torch import Tensor
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import file_sha256
 from finetune.hub.download import download_first, download_hub_file, download_url
-from finetune.model_checksums import read_checksums, verify_checksum
+from finetune.model_checksums import (
+    read_checkpoint_checksums,
+    read_checksums,
+    verify_checksum,
+)
 from finetune.models.architectures import transformers_classifier
 from finetune.models.weights import google_npz, python_package, transformers_config
 from finetune.models.weights.read import read_tensors
@@ -33,7 +37,7 @@ from finetune.models.weights.timm_config import (
 from finetune.models.weights.timm_names import imagenet_class_names, suggest_model_name
 from finetune.recipe.paths import WEIGHTS_SUFFIXES, raise_if_model_missing
 
-__all__ = ["locate_weights", "resolve_weights"]
+__all__ = ["find_weights_file", "locate_weights", "resolve_weights"]
 
 # Names of the weights file in a folder or repository in timm's format, in order of preference.
 WEIGHT_FILES = (
@@ -248,15 +252,21 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
     checksums = read_checksums(folder, source=source)
     if not pretrained:
         return weights
-    paths = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
-    for suffix in (".safetensors", *PICKLE_SUFFIXES):
-        paths += sorted(path for path in folder.glob(f"*{suffix}") if not path.is_fifo())
-    if not paths or (checksums and paths[0].name not in checksums):
+    path = find_weights_file(folder)
+    if path is None or (checksums and path.name not in checksums):
         raise WeightsError(
             f"{source}: no weights next to config.json; expected model.safetensors",
             code="weights.not_found",
         )
-    return _add_tensors(paths[0], weights, checksums=checksums)
+    return _add_tensors(path, weights, checksums=checksums)
+
+
+def find_weights_file(folder: Path) -> Path | None:
+    """Return the weights file of a model folder; None if it has none."""
+    paths = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
+    for suffix in (".safetensors", *PICKLE_SUFFIXES):
+        paths += sorted(path for path in folder.glob(f"*{suffix}") if not path.is_fifo())
+    return paths[0] if paths else None
 
 
 def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source: str) -> Weights:
@@ -290,6 +300,9 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
     config_path, checksums = path.with_name("config.json"), None
     if given is not None:
         weights = Weights(given, {}, registered_config(given), provenance=provenance)
+        checksums = read_checkpoint_checksums(path.parent)
+        if config_path.is_file():
+            checksums |= read_checksums(path.parent, source=source)
     elif config_path.is_file():
         # the license in config.json applies to its folder's weights, not to any file next to it
         weights = replace(read_timm_config(config_path, source), provenance=provenance)
@@ -301,7 +314,7 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
             f"or set model.args.architecture, for example vit_base_patch16_224",
             code="weights.no_config",
         )
-    if checksums and path.name not in checksums:
+    if given is None and checksums and path.name not in checksums:
         raise WeightsError(
             f"{source}: the config.json next to it is of other weights (it has no sha256 of "
             f"{path.name}); move the file to a folder of its own, with its own config.json, or set "

@@ -85,7 +85,8 @@ def decode_image(
         decode_size: minimum length of each side in pixels. A JPEG is decoded at 1/8, 1/4 or 1/2 of
             its size if both sides stay at least this long, which skips most of the work. Ignored
             for other formats.
-        name: name of the image in errors; a function is called only when an error occurs.
+        name: name of the image in errors, "" for none; a function is called only when an error
+            occurs.
         buffer: memory to decode into, (n,) uint8. The result is at its start or in new memory.
     Returns: (H, W, 3) uint8, contiguous; read-only.
     Raises: DataError for any image that cannot be decoded.
@@ -105,7 +106,8 @@ def decode_image(
         cause, code = f"cannot be decoded ({type(error).__name__}: {error})", "data.damaged"
     if name is None:
         name = printable_path(data) if isinstance(data, str | Path) else "image"
-    raise DataError(f"{name() if callable(name) else name}: {cause}", code=code)
+    prefix = name() if callable(name) else name
+    raise DataError(f"{prefix}: {cause}" if prefix else cause, code=code)
 
 
 def hwc_to_chw(image: NDArray[np.uint8]) -> Tensor:

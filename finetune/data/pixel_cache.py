@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import re
 import time
@@ -52,6 +50,7 @@ from finetune.data.source import Split
 from finetune.errors import DataError, SetupError
 from finetune.formatting import format_bytes
 from finetune.log import logger, warn_once
+from finetune.model_checksums import json_sha256
 from finetune.ranks import is_local_main_process
 
 __all__ = ["DecodedSplit", "decode_to_memory", "decode_with_cache"]
@@ -233,4 +232,4 @@ def _cache_key(split: Split, unreadable: str) -> str:
         ],
         "size": split.decode_size,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return json_sha256(parts)

@@ -658,9 +658,9 @@ def _decode_or_error(
     if error is not None:
         return error
     try:
-        pixels_HWC = decode_image(path, decode_size=decode_size, name="image")
+        pixels_HWC = decode_image(path, decode_size=decode_size, name="")
     except DataError as cause:
-        return str(cause).removeprefix("image: ")
+        return str(cause)
     if on_decoded is not None:
         on_decoded(index, pixels_HWC)
     return hwc_to_chw(pixels_HWC)

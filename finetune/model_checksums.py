@@ -236,8 +236,8 @@ def verify_card_results(folder: Path, *, source: str) -> None:
             )
 
 
-def json_sha256(content: Mapping[str, Any]) -> str:
-    """Return the sha256 of a JSON object in a fixed layout."""
+def json_sha256(content: Any) -> str:
+    """Return the sha256 of plain data, written as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ("results_pages",)
+pytest_plugins = ("browsers", "results_pages")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -1,4 +1,4 @@
-"""Run the demo in a process of its own, send requests to it, and open it in a browser."""
+"""Run the demo in a process of its own, and send requests to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from networks import build_network, randomize_head, save_network
 
 from finetune.errors import Interrupted
 
-CHROMIUM = "/usr/bin/chromium"
 # The suite blocks the network only in its own process; this does it in the demo's process.
 GUARD = """
 import ipaddress, socket, sys
@@ -175,28 +174,3 @@ def call_predict(server: DemoServer, image: Any, **headers: str) -> tuple[int, s
     if status != 200:
         return status, text
     return http_request(f"{call}/{json.loads(text)['event_id']}")
-
-
-@contextmanager
-def browser(*arguments: str) -> Iterator[Any]:
-    """Start headless Chromium, controlled by Playwright, with more command-line arguments."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="Playwright for Python is not installed"
-    )
-    if not Path(CHROMIUM).is_file():
-        pytest.skip(f"no browser: {CHROMIUM} does not exist")
-    quiet = ("background-networking", "component-update", "sync", "gpu")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(
-            executable_path=CHROMIUM,
-            args=[
-                "--no-sandbox",
-                "--no-first-run",
-                *(f"--disable-{name}" for name in quiet),
-                *arguments,
-            ],
-        )
-        try:
-            yield chromium
-        finally:
-            chromium.close()

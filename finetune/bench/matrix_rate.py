@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.bench.timer import synchronize
+from finetune.models.hooks import forward_hooks
 
 __all__ = ["MatMul", "layer_seconds", "list_matmuls", "matrix_rate"]
 
@@ -71,11 +71,12 @@ def list_matmuls(network: nn.Module, step: Callable[[], Any]) -> Counter[MatMul]
             inner = layer.weight[0].numel()
             counts[MatMul(rows, inner, columns, *kinds)] += layer.groups
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in network.modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d):
-                stack.callback(layer.register_forward_hook(count).remove)
+    layers = {
+        name: count
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
+    with torch.compiler.set_stance("force_eager"), forward_hooks(network, layers):
         step()
     return counts
 

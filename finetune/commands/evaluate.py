@@ -424,15 +424,7 @@ def write_evaluation(result: Mapping[str, Any], folder: str | Path) -> list[str]
     names = result["class_names"]
     write_atomically(folder / "results.json", format_json(result))
     write_atomically(folder / "per_class.csv", _per_class_csv(names, result["per_class"]))
-    calibrated_bins = result.get("calibrated", {}).get("calibration")
-    figures = {}
-    if "confusion" in result:
-        figures = {
-            "confusion.png": plots.plot_confusion_matrix(_confusion_of_result(result), names),
-            "reliability.png": plots.plot_reliability_diagram(
-                result["calibration"], calibrated_bins
-            ),
-        }
+    figures = plots.plot_metrics(result, names)
     for name, figure in figures.items():
         figure_style.save_png(figure, folder / name)
     return [str(folder / name) for name in ("results.json", "per_class.csv", *figures)]

@@ -74,7 +74,6 @@ def decode_image(
     data: bytes | str | Path | AbstractContextManager[IO[bytes]] | Image.Image,
     *,
     decode_size: int | None = None,
-    max_pixels: int = MAX_PIXELS,
     name: str | Callable[[], str] | None = None,
     buffer: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -86,20 +85,20 @@ def decode_image(
         decode_size: minimum length of each side in pixels. A JPEG is decoded at 1/8, 1/4 or 1/2 of
             its size if both sides stay at least this long, which skips most of the work. Ignored
             for other formats.
-        max_pixels: limit for H*W, checked before decoding.
-        name: name of the image in errors; a function is called only when an error occurs.
+        name: name of the image in errors, "" for none; a function is called only when an error
+            occurs.
         buffer: memory to decode into, (n,) uint8. The result is at its start or in new memory.
     Returns: (H, W, 3) uint8, contiguous; read-only.
     Raises: DataError for any image that cannot be decoded.
     """
     try:
         if isinstance(data, Image.Image):
-            return _decode_pil_image(data, None, max_pixels)
+            return _decode_pil_image(data, None)
         if isinstance(data, bytes):
-            return _decode_stream(io.BytesIO(data), decode_size, max_pixels, buffer)
+            return _decode_stream(io.BytesIO(data), decode_size, buffer)
         opened = open_dataset_file(Path(data)) if isinstance(data, str | Path) else data
         with opened as stream:
-            return _decode_stream(stream, decode_size, max_pixels, buffer)
+            return _decode_stream(stream, decode_size, buffer)
     except DataError as error:
         cause, code = str(error), error.code
     # PIL's readers raise nearly anything on damaged files: a bare struct.error, KeyError, ...
@@ -107,7 +106,8 @@ def decode_image(
         cause, code = f"cannot be decoded ({type(error).__name__}: {error})", "data.damaged"
     if name is None:
         name = printable_path(data) if isinstance(data, str | Path) else "image"
-    raise DataError(f"{name() if callable(name) else name}: {cause}", code=code)
+    prefix = name() if callable(name) else name
+    raise DataError(f"{prefix}: {cause}" if prefix else cause, code=code)
 
 
 def hwc_to_chw(image: NDArray[np.uint8]) -> Tensor:
@@ -165,14 +165,14 @@ def _is_heic(head: bytes) -> bool:
 
 
 def _decode_stream(
-    stream: IO[bytes], decode_size: int | None, max_pixels: int, buffer: np.ndarray | None
+    stream: IO[bytes], decode_size: int | None, buffer: np.ndarray | None
 ) -> np.ndarray:
     """Decode an open file. Returns: (H, W, 3) uint8."""
     formats = _available_formats()
     head = stream.read(12)
     stream.seek(0)
     if _is_heic(head) and heif_decoder_version():
-        _check_heif_sizes(stream, max_pixels)
+        _check_heif_sizes(stream)
         _register_heif_format()
         formats = [*formats, "HEIF"]
     try:
@@ -187,27 +187,26 @@ def _decode_stream(
         if frames > 1:
             warn_once("animated images and multi-page files: only the first frame is used")
         return _decode_pil_image(
-            image, decode_size, max_pixels, functools.partial(_decode_jpeg_stream, stream, buffer)
+            image, decode_size, functools.partial(_decode_jpeg_stream, stream, buffer)
         )
 
 
-def _check_heif_sizes(stream: IO[bytes], max_pixels: int) -> None:
+def _check_heif_sizes(stream: IO[bytes]) -> None:
     """Reject a HEIC photo with a part above the pixel limit: parts are decoded before cropping.
 
     Source: ISO/IEC 23008-12, 6.5.3 (the box ispe has version, flags, width and height).
     """
     for sizes in re.findall(rb"ispe\0.{3}(.{8})", stream.read(), re.DOTALL):
-        width, height = struct.unpack(">II", sizes)
-        if width * height > max_pixels:
-            raise _too_many_pixels(width, height, max_pixels)
+        _check_num_pixels(*struct.unpack(">II", sizes))
     stream.seek(0)
 
 
-def _too_many_pixels(width: int, height: int, max_pixels: int) -> DataError:
-    return DataError(
-        f"{width} x {height} pixels, more than the limit of {max_pixels:,}; make it smaller",
-        code="data.too_large",
-    )
+def _check_num_pixels(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise DataError(
+            f"{width} x {height} pixels, more than the limit of {MAX_PIXELS:,}; make it smaller",
+            code="data.too_large",
+        )
 
 
 def _decode_jpeg_stream(
@@ -279,7 +278,6 @@ def _not_an_image_error(head: bytes) -> DataError:
 def _decode_pil_image(
     image: Image.Image,
     decode_size: int | None,
-    max_pixels: int,
     fast_decode: Callable[[Image.Image], np.ndarray | None] = lambda image: None,
 ) -> np.ndarray:
     """Decode an open PIL image to canonical RGB. Returns: (H, W, 3) uint8.
@@ -288,10 +286,9 @@ def _decode_pil_image(
         fast_decode: a faster decoder, tried before PIL; returns None if it cannot decode the image.
     """
     width, height = image.size
-    if width * height > max_pixels:
-        raise _too_many_pixels(width, height, max_pixels)
+    _check_num_pixels(width, height)
     if image.format == "TIFF":
-        _check_tiff_tiles(image, max_pixels)
+        _check_tiff_tiles(image)
     if width * height == 0:
         raise DataError(f"the image has no pixels ({width} x {height})", code="data.damaged")
     if decode_size is not None:
@@ -303,7 +300,7 @@ def _decode_pil_image(
     return np.ascontiguousarray(_apply_orientation(pixels, _exif_orientation(image)))
 
 
-def _check_tiff_tiles(image: Image.Image, max_pixels: int) -> None:
+def _check_tiff_tiles(image: Image.Image) -> None:
     """Reject a TIFF whose tiles exceed the pixel limit: libtiff unpacks whole tiles.
 
     Parses the tags without PIL, because PIL uses the last of duplicate tags and libtiff the first.
@@ -332,9 +329,9 @@ def _check_tiff_tiles(image: Image.Image, max_pixels: int) -> None:
         number = int.from_bytes(value, "little" if order == "<" else "big")
         largest[tag] = max(largest[tag], number)
     width, height = largest.values()
-    if width * height > max_pixels:
+    if width * height > MAX_PIXELS:
         raise DataError(
-            f"tiles of {width} x {height} pixels, more than the limit of {max_pixels:,}; save it "
+            f"tiles of {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}; save it "
             "with smaller tiles",
             code="data.too_large",
         )

@@ -15,6 +15,7 @@ import math
 import mmap
 import zlib
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from finetune.progress import item_bar
 __all__ = [
     "SMALL_SPLIT_BYTES",
     "TIMEOUT_SECONDS",
+    "DecodeOptions",
     "DecodedImage",
     "decode_batches",
     "decode_split",
@@ -53,6 +55,24 @@ _PREFETCH_BYTES = 2**24  # decoded bytes that a worker may be ahead, but at most
 _BATCH_BYTES_HEADROOM = 4  # reserve 4 times the mean: memory costs nothing until it is written
 _MAX_LISTED = 20
 _MAP_NORESERVE = 0x4000  # Linux, mmap(2); Python 3.13 has a name for it
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How to decode a split.
+
+    Attributes:
+        num_workers: decoding processes; a small split is decoded without any.
+        unreadable: "stop" raises an error that lists all unreadable images; "quarantine" excludes
+            them with a warning.
+        progress: show a progress bar on standard error if it is a terminal.
+        timeout_seconds: longest wait for a chunk of images before a worker counts as hanging.
+    """
+
+    num_workers: int
+    unreadable: Literal["stop", "quarantine"]
+    progress: bool
+    timeout_seconds: float
 
 
 class DecodedImage(NamedTuple):
@@ -199,18 +219,12 @@ def _allocate_shared_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def decode_split(
-    split: Split,
-    *,
-    num_workers: int,
-    progress: bool,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    with_checksums: bool = False,
+    split: Split, options: DecodeOptions, *, with_checksums: bool = False
 ) -> Generator[DecodedImage | DataError, None, None]:
     """Decode every image of a split, in worker processes unless the split is small.
 
     Args:
-        num_workers, timeout_seconds, with_checksums: see `decode_batches`.
-        progress: show a progress bar on standard error if it is a terminal.
+        with_checksums: see `decode_batches`.
     Yields: each image in order, or a DataError in place of an unreadable one. An image is valid
         until the next one is requested.
     Raises: same as `decode_batches`.
@@ -225,26 +239,26 @@ def decode_split(
     decoded = decode_batches(
         split,
         chunks,
-        num_workers=num_workers if num_bytes >= SMALL_SPLIT_BYTES else 0,
-        timeout_seconds=timeout_seconds,
+        num_workers=options.num_workers if num_bytes >= SMALL_SPLIT_BYTES else 0,
+        timeout_seconds=options.timeout_seconds,
         bytes_per_image=bytes_per_image,
         prefetch_factor=min(max(_PREFETCH_BYTES // (chunk_size * bytes_per_image), 2), 8),
         with_checksums=with_checksums,
     )
-    bar = item_bar(len(split), label=split.name, shown=progress)
+    bar = item_bar(len(split), label=split.name, shown=options.progress)
     with contextlib.closing(decoded), bar:
         for images in decoded:
             yield from images
             bar.update(len(images))
 
 
-def _find_unreadable(split: Split, **options: Any) -> list[tuple[int, str]]:
+def _find_unreadable(split: Split, options: DecodeOptions) -> list[tuple[int, str]]:
     """Decode all images and discard the pixels.
 
     Returns: (index, message) of unreadable images, ascending.
     """
     failed = []
-    with contextlib.closing(decode_split(split, **options)) as images:
+    with contextlib.closing(decode_split(split, options)) as images:
         for index, image in enumerate(images):
             if isinstance(image, DataError):
                 if image.code == "data.changed":
@@ -253,17 +267,16 @@ def _find_unreadable(split: Split, **options: Any) -> list[tuple[int, str]]:
     return failed
 
 
-def find_unreadable_images(
-    source: Source, num_workers: int = 2, *, progress: bool = True
-) -> list[dict[str, Any]]:
+def find_unreadable_images(source: Source, num_workers: int) -> list[dict[str, Any]]:
     """Decode every image of every split and list the unreadable ones.
 
     Returns: a list of dicts with the keys "split", "index", "name", "class" and "error", the error
         message without the image name.
     """
+    options = DecodeOptions(num_workers, "stop", progress=True, timeout_seconds=TIMEOUT_SECONDS)
     unreadable = []
     for split in source.splits.values():
-        for index, message in _find_unreadable(split, num_workers=num_workers, progress=progress):
+        for index, message in _find_unreadable(split, options):
             name = split.name_of(index)
             unreadable.append(
                 {
@@ -277,24 +290,13 @@ def find_unreadable_images(
     return unreadable
 
 
-def readable_indices(
-    split: Split,
-    *,
-    num_workers: int = 2,
-    unreadable: Literal["stop", "quarantine"] = "stop",
-    progress: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> np.ndarray:
+def readable_indices(split: Split, options: DecodeOptions) -> np.ndarray:
     """Find the readable images of a split: decode all images once and discard the pixels.
 
-    Args: see `decode_split` and `drop_unreadable`.
     Returns: (M,) int64, indices of the readable images, ascending.
     Raises: same as `decode_split` and `drop_unreadable`.
     """
-    failed = _find_unreadable(
-        split, num_workers=num_workers, progress=progress, timeout_seconds=timeout_seconds
-    )
-    return drop_unreadable(split, failed, unreadable)
+    return drop_unreadable(split, _find_unreadable(split, options), options.unreadable)
 
 
 def drop_unreadable(split: Split, failed: list[tuple[int, str]], unreadable: str) -> np.ndarray:

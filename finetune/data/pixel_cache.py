@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import re
 import time
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import PIL
@@ -37,7 +34,12 @@ from PIL import features
 from finetune import __version__
 from finetune.cache import WRITE_BUFFER_BYTES, CacheFolder, UntrustedCacheError, cache_path
 from finetune.data.decode import MAX_PIXELS, heif_decoder_version
-from finetune.data.decode_split import DecodedImage, decode_split, drop_unreadable
+from finetune.data.decode_split import (
+    DecodedImage,
+    DecodeOptions,
+    decode_split,
+    drop_unreadable,
+)
 from finetune.data.pixel_file import (
     DecodedImages,
     PixelTable,
@@ -48,9 +50,10 @@ from finetune.data.source import Split
 from finetune.errors import DataError, SetupError
 from finetune.formatting import format_bytes
 from finetune.log import logger, warn_once
+from finetune.model_checksums import json_sha256
 from finetune.ranks import is_local_main_process
 
-__all__ = ["DecodeOptions", "DecodedSplit", "decode_to_memory", "decode_with_cache"]
+__all__ = ["DecodedSplit", "decode_to_memory", "decode_with_cache"]
 
 MAX_CACHE_BYTES = 64 * 2**30
 _MAX_DISK_FRACTION = 0.5  # maximum share of the free space; the rest is for the run and other users
@@ -58,24 +61,6 @@ _HEAD_START_SECONDS = 1.0  # for the rank that shows the progress bar
 _FORMAT_VERSION = 4  # of the pixel file
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.pixels")
 _DISK_SPACE_HINT = "free space, or set FINETUNE_CACHE to another folder"
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """How to decode a split.
-
-    Attributes:
-        num_workers: decoding processes; a small split is decoded without any.
-        unreadable: "stop" raises an error that lists all unreadable images; "quarantine" excludes
-            them with a warning.
-        progress: show a progress bar on standard error if it is a terminal.
-        timeout_seconds: longest wait for a chunk of images before a worker counts as hanging.
-    """
-
-    num_workers: int
-    unreadable: Literal["stop", "quarantine"]
-    progress: bool
-    timeout_seconds: float
 
 
 class DecodedSplit(NamedTuple):
@@ -164,13 +149,7 @@ def _write_images(file: BinaryIO, split: Split, options: DecodeOptions) -> Pixel
     Raises: OSError if the disk or memory is full; otherwise same as `decode_with_cache`.
     """
     sizes, checksums, failed = list[tuple[int, ...]](), list[int](), list[tuple[int, str]]()
-    decoded = decode_split(
-        split,
-        num_workers=options.num_workers,
-        progress=options.progress,
-        timeout_seconds=options.timeout_seconds,
-        with_checksums=True,
-    )
+    decoded = decode_split(split, options, with_checksums=True)
     with contextlib.closing(decoded):
         for index, image in enumerate(decoded):
             if isinstance(image, DataError):
@@ -253,4 +232,4 @@ def _cache_key(split: Split, unreadable: str) -> str:
         ],
         "size": split.decode_size,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return json_sha256(parts)

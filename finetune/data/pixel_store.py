@@ -24,6 +24,7 @@ from finetune.data.decode_split import (
     SMALL_SPLIT_BYTES,
     TIMEOUT_SECONDS,
     DecodedImage,
+    DecodeOptions,
     decode_batches,
     estimate_common_size,
     estimate_decoded_bytes,
@@ -36,12 +37,7 @@ from finetune.data.device_prefetch import (
     collate_ragged,
     prefetch_to_device,
 )
-from finetune.data.pixel_cache import (
-    DecodedSplit,
-    DecodeOptions,
-    decode_to_memory,
-    decode_with_cache,
-)
+from finetune.data.pixel_cache import DecodedSplit, decode_to_memory, decode_with_cache
 from finetune.data.pixel_file import DecodedImages
 from finetune.data.source import Split
 from finetune.data.streaming.prefetch import build_prefetcher
@@ -261,15 +257,7 @@ def _on_demand_store(
     """
     bytes_per_image = -(-num_bytes // max(len(split), 1))
     if options.unreadable == "quarantine":
-        split = split.subset(
-            readable_indices(
-                split,
-                num_workers=options.num_workers,
-                unreadable=options.unreadable,
-                progress=options.progress,
-                timeout_seconds=options.timeout_seconds,
-            )
-        )
+        split = split.subset(readable_indices(split, options))
     return PixelStore(
         split,
         None,

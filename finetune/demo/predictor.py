@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from finetune.data.decode import decode_image, hwc_to_chw
-from finetune.errors import DataError
 from finetune.inference import Classifier
 from finetune.models.interpretability import attention_rollout
 from finetune.transforms.pipeline import Pipeline
@@ -51,10 +50,7 @@ def decode_upload(path: str | Path, decode_size: int | None = None) -> np.ndarra
     Raises: DataError if the file cannot be decoded; the message omits the name of the file,
         because the server chose it.
     """
-    try:
-        return decode_image(path, decode_size=decode_size, name="file")
-    except DataError as error:
-        raise DataError(str(error).removeprefix("file: "), code=error.code) from None
+    return decode_image(path, decode_size=decode_size, name="")
 
 
 class DemoPredictor:

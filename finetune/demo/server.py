@@ -8,8 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from finetune import process_lifecycle
 from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
 from finetune.demo.middleware import DemoMiddleware
@@ -35,12 +33,7 @@ _PRIVACY_NOTE = (
 
 
 def serve(
-    model: str,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 7860,
-    share: bool = False,
-    device: torch.device | str | None = None,
+    model: str, *, host: str = "127.0.0.1", port: int = 7860, share: bool = False
 ) -> NoReturn:
     """Serve the demo page of a model until it is interrupted.
 
@@ -49,13 +42,12 @@ def serve(
         host: address to listen on; the default accepts connections only from this machine.
         port: port to listen on; 0 uses any free port.
         share: True to also create a public link through Gradio's server.
-        device: the device to run on; None uses a GPU if available.
     Raises: Interrupted when a signal ends the demo; SetupError if Gradio is not installed, or if
         listening or sharing fails.
     """
     import_gradio()
     port = resolve_port(host, port)
-    classifier = Classifier.load(model, device=device, mark_unknown=None)
+    classifier = Classifier.load(model, mark_unknown=None)
     with temporary_workspace() as workspace:
         content = PageContent(
             title=model_title(model),

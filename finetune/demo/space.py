@@ -6,6 +6,7 @@ same name, and because the Space should run the same version of the code.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import timm
 import yaml
+from huggingface_hub import metadata_load
 from timm.models import split_model_name_tag
 
 from finetune import __version__
@@ -222,16 +224,10 @@ def _hub_reference_and_license(model: str) -> tuple[str | None, str | None]:
 def _read_license(folder: Path) -> str | None:
     """Read the license from the model card, else from config.json."""
     card, config = folder / "README.md", folder / "config.json"
-    if card.is_file():
-        parts = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
-        try:
-            front_matter = (
-                yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
-            )
-        except yaml.YAMLError:
-            front_matter = None
-        if isinstance(front_matter, dict) and isinstance(front_matter.get("license"), str):
-            return str(front_matter["license"])
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # no card, or a damaged one
+        license_id = (metadata_load(card) or {}).get("license")
+        if isinstance(license_id, str):
+            return license_id
     content = json.loads(config.read_text(encoding="utf-8"))
     license_id = (content.get("pretrained_cfg") or {}).get("license")
     return license_id if isinstance(license_id, str) else None

@@ -11,7 +11,6 @@ model share one file. A file is read completely and compared with its sha256 bef
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from finetune.evaluation.feature_cache import (
     read_cached_features,
     write_cached_features,
 )
+from finetune.model_checksums import json_sha256
 from finetune.models.features import compute_pre_logits, linear_classifier_names
 from finetune.models.save import TRAINING_ONLY_ARGS, BuiltModel
 from finetune.precision import accelerator_precision
@@ -209,7 +209,7 @@ def _cache_key(
     dependencies = {**identity, **data, **compute, "format": FORMAT_VERSION}
     if extract is not compute_pre_logits:
         dependencies["read"] = extract.__name__
-    return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
+    return json_sha256(dependencies)
 
 
 def _compute_split_features(

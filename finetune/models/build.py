@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -182,8 +180,7 @@ def _init_head(
         rows = {index: old_row[name] for index, name in enumerate(class_names) if name in old_row}
         if rows and copy_classifier_rows(model, weights.state, rows):
             logger.warning("model.head_init: %s", _kept_rows_message(source, rows, class_names))
-            rows_sha256 = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-            return {"kept_classes": len(rows), "kept_rows_sha256": rows_sha256}
+            return {"kept_classes": len(rows), "kept_rows_sha256": json_sha256(rows)}
     if head_init == "keep" and weights.state is not None:
         raise RecipeError(
             f"model.head_init: keep finds no row to copy: {source} has none of the data's classes, "

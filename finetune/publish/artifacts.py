@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError, WeightsError
-from finetune.evaluation.confusion import parse_confusion_matrix
 from finetune.files import file_sha256, read_untrusted_json
 from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
 from finetune.models.exported import CERTIFICATE, read_export_record
@@ -312,15 +311,11 @@ def _draw_plots(
     from finetune.report import figure_style, plots
 
     metrics = results.get("test") or results.get("val") or {}
-    figures = {"curves.png": plots.plot_curves(run.read_metrics(), results)}
-    if (counts := parse_confusion_matrix(metrics)) is not None:
-        names = [str(name) for name in config.get("label_names") or []]
-        figures["confusion.png"] = plots.plot_confusion_matrix(counts, names)
-    if "calibration" in metrics:
-        calibrated = metrics.get("calibrated", {}).get("calibration")
-        figures["reliability.png"] = plots.plot_reliability_diagram(
-            metrics["calibration"], calibrated
-        )
+    names = [str(name) for name in config.get("label_names") or []]
+    figures = {
+        "curves.png": plots.plot_curves(run.read_metrics(), results),
+        **plots.plot_metrics(metrics, names),
+    }
     for name, figure in figures.items():
         figure_style.save_png(figure, folder / name)
     return list(figures)

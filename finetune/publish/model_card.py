@@ -176,16 +176,12 @@ def render_adapter_card(content: CardContent) -> str:
     kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
     about = f"{kind} of rank {adapter.rank} on {', '.join(map(_inline_code, adapter.targets))}"
     sections = [
-        *(
-            _summary_section(content),
-            [f"This repository holds only the adapter ({about}) and the classifier.", ""],
-        ),
-        *(
-            _adapter_usage_section(content),
-            _results_section(content),
-            _classes_section(content),
-            _limits_section(content),
-        ),
+        _summary_section(content),
+        [f"This repository holds only the adapter ({about}) and the classifier.", ""],
+        _adapter_usage_section(content),
+        _results_section(content),
+        _classes_section(content),
+        _limits_section(content),
         [f"The base weights have sha256 `{content.weights.get('sha256')}`.", ""],
     ]
     head = _card_metadata(content, library="peft", relation="adapter").to_yaml()

@@ -214,6 +214,12 @@ def check_source_url(source: str) -> None:
     Raises: DataError, which does not repeat the URL.
     """
     if not re.match(r"(?i)tar:https?://", source):
+        if re.match(r"(?i)tar:(?=.*http)[^/]*\{.*//", source):
+            raise DataError(
+                "data source tar:…http…: braces are allowed only after the host of a URL; write "
+                "tar:https://host/… (data.source has one host)",
+                code="data.wrong_source",
+            )
         return
     try:
         url = urlsplit(source.removeprefix("tar:"))

@@ -256,7 +256,7 @@ def dump_yaml(data: dict[str, Any]) -> str:
         data: nested dicts, lists, tuples and scalars; tuples become lists.
     """
     return yaml.dump(
-        _tuples_to_lists(data),
+        data,
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
@@ -366,14 +366,6 @@ def _parse_scalar(tag: str, text: str) -> Any:
             return int(digits)
         return float(digits.replace(".inf", "inf").replace(".nan", "nan"))
     return text
-
-
-def _tuples_to_lists(value: Any) -> Any:  # YAML has no tuples
-    if isinstance(value, dict):
-        return {key: _tuples_to_lists(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_tuples_to_lists(item) for item in value]
-    return value
 
 
 def _format_key_path(key: KeyPath) -> str:

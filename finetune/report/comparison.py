@@ -338,20 +338,13 @@ def _metric_cell(run: Run, split: str, key: str) -> Row:
     """Build a cell: "text", "value", "interval" (for an accuracy on few images), "is_too_few"."""
     metrics = run.metrics(split) if key != "top5" or run.has_top5 else {}
     value, num_images = metrics.get(key), metrics.get("examples")
-    if not key.startswith("top"):
-        text = format_percent(value) if key in PERCENT_METRICS else format_decimal(value)
-        is_too_few = key == "map" and has_too_few_images(num_images)
-        return {
-            "text": text,
-            "value": value,
-            "interval": "",
-            "is_too_few": is_too_few,
-        }
-    marks = {
-        "interval": format_accuracy_interval(value, num_images),
-        "is_too_few": has_too_few_images(num_images),
+    is_accuracy = key.startswith("top")
+    return {
+        "text": format_percent(value) if key in PERCENT_METRICS else format_decimal(value),
+        "value": value,
+        "interval": format_accuracy_interval(value, num_images) if is_accuracy else "",
+        "is_too_few": (is_accuracy or key == "map") and has_too_few_images(num_images),
     }
-    return {"text": format_percent(value), "value": value, **marks}
 
 
 def claim_comparison_rows(runs: Sequence[Run]) -> list[Row]:

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from finetune.evaluation.claims import as_finite_number, primary_metric
-from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix
+from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.report.figure_style import (
     COLORS,
     SERIES_COLORS,
@@ -34,6 +34,7 @@ __all__ = [
     "plot_confusion_matrix",
     "plot_curves",
     "plot_learning_curve",
+    "plot_metrics",
     "plot_reliability_diagram",
     "plot_run_comparison",
 ]
@@ -187,19 +188,31 @@ def plot_run_comparison(
     return figure
 
 
-def plot_confusion_matrix(
-    matrix: ConfusionMatrix | Sequence[Sequence[int]], class_names: Sequence[str]
-) -> Figure:
+def plot_metrics(metrics: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, Figure]:
+    """Plot the confusion matrix and the reliability diagram of a split, as far as it has them.
+
+    Args:
+        metrics: the split's metrics, such as "test" of results.json.
+        class_names: names of the classes.
+    Returns: a dict from file name to figure.
+    """
+    figures = {}
+    if (matrix := parse_confusion_matrix(metrics)) is not None:
+        figures["confusion.png"] = plot_confusion_matrix(matrix, class_names)
+    if "calibration" in metrics:
+        calibrated = metrics.get("calibrated", {}).get("calibration")
+        figures["reliability.png"] = plot_reliability_diagram(metrics["calibration"], calibrated)
+    return figures
+
+
+def plot_confusion_matrix(confusion: ConfusionMatrix, class_names: Sequence[str]) -> Figure:
     """Plot a confusion matrix, colored by the share of the true class (row-normalized).
 
     Args:
-        matrix: K x K counts, with a row per true class and a column per predicted class. With more
-            than 1,000 classes, only the 20 most confused ones are drawn.
+        confusion: the counts. With more than 1,000 classes, only the 20 most confused ones are
+            drawn.
         class_names: names of the K classes; long names are shortened.
     """
-    confusion = (
-        matrix if isinstance(matrix, ConfusionMatrix) else ConfusionMatrix.from_dense(matrix)
-    )
     title = f"{confusion.num_classes} classes"
     classes = np.arange(confusion.num_classes)
     if confusion.num_classes > MAX_DENSE_CLASSES:

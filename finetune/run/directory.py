@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from finetune.files import (
 )
 from finetune.formatting import pluralize
 from finetune.log import logger, warn_once
-from finetune.model_checksums import MANIFEST, verify_model_folder
+from finetune.model_checksums import MANIFEST, json_sha256, verify_model_folder
 from finetune.run.integrity import (
     MAX_JSON_BYTES,
     MAX_LARGE_BYTES,
@@ -382,7 +381,7 @@ class RunDir:
         try:
             manifest = load_json(folder / MANIFEST)
             files = manifest["files"]
-            if manifest["step"] != step or manifest["sha256"] != _manifest_digest(files):
+            if manifest["step"] != step or manifest["sha256"] != json_sha256(files):
                 return f"{folder / MANIFEST}: the manifest was changed"
             if manifest["run"] != self._run_id():
                 return f"{folder}: this is a checkpoint of another run"
@@ -508,11 +507,6 @@ def _sync_files(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _manifest_digest(files: dict[str, Any]) -> str:
-    """Return the sha256 of the manifest's entries, which reveals damage in the manifest itself."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
 def _write_checkpoint_folder(
     folder: Path, write: Callable[[Path], None], *, run_id: str | None
 ) -> None:
@@ -524,7 +518,8 @@ def _write_checkpoint_folder(
     for path in sorted(folder.iterdir()):
         files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     step = int(folder.name.split("-")[1].split(".")[0])
-    manifest = {"run": run_id, "step": step, "files": files, "sha256": _manifest_digest(files)}
+    # the sha256 of the entries reveals damage in the manifest itself
+    manifest = {"run": run_id, "step": step, "files": files, "sha256": json_sha256(files)}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=2)
         fsync_file(file)

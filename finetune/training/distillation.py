@@ -10,8 +10,6 @@ Without random training transforms, its outputs are computed once and cached lik
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +26,7 @@ from finetune.errors import CheckpointError, RecipeError, SetupError, WeightsErr
 from finetune.evaluation.feature_extraction import feature_identity
 from finetune.files import file_sha256
 from finetune.log import logger, warn_once
-from finetune.model_checksums import read_checksums, verify_checksum
+from finetune.model_checksums import json_sha256, read_checksums, verify_checksum
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, linear_classifier_names
 from finetune.models.save import BuiltModel
@@ -187,13 +185,11 @@ class Distillation:
             self._add_projection(setup.built.model, black_BCHW)
         names = ("architecture", "parameters", "sha256")
         # config.json is not part of the sha256 of the weights
-        config = json.dumps(
-            [built.network_args, asdict(built.preprocessing), order], sort_keys=True
-        )
+        config = [built.network_args, asdict(built.preprocessing), order]
         self.teacher_info = {
             "name": section.teacher,
             **{name: built.provenance.get(name) for name in names},
-            "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+            "config_sha256": json_sha256(config),
             **_recorded_accuracy(section.teacher),
         }
 

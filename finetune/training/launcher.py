@@ -28,11 +28,7 @@ def requested_num_processes() -> int | None:
     Returns: the number; None if the parent process is not `accelerate launch`, or if neither its
         command line nor its configuration file gives a number.
     """
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return None
-    arguments = words.split("\0")
+    arguments = _command_line(os.getppid())
     launches = {"launch", "accelerate.commands.launch"} & set(arguments)
     if not any("accelerate" in word for word in arguments[:4]) or not launches:
         return None
@@ -98,11 +94,16 @@ class Launcher:
 
 def _is_launcher(pid: int) -> bool:
     """True if the command line of a process is torchrun or `accelerate launch`."""
+    words = _command_line(pid)[:4]
+    return any(Path(word).name in _LAUNCHERS or word in _LAUNCHER_MODULES for word in words)
+
+
+def _command_line(pid: int) -> list[str]:
+    """Return the words of a process's command line; empty if they cannot be read."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return False
-    return any(Path(word).name in _LAUNCHERS or word in _LAUNCHER_MODULES for word in words[:4])
+        return []
 
 
 @functools.cache

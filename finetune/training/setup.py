@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from finetune.data.class_balance import ClassSampler, compute_class_draws, count_images_per_class
 from finetune.data.decode import hwc_to_chw
-from finetune.data.decode_split import readable_indices
+from finetune.data.decode_split import DecodeOptions, readable_indices
 from finetune.data.from_recipe import open_data
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import build_pixel_store, resolve_num_workers
@@ -265,19 +265,19 @@ class TrainingSetup:
         Raises: DataError naming the unreadable images of every split, if `data.unreadable` is
             "stop".
         """
-        data, problems, num_samples = self.recipe.data, [], self.num_samples
+        problems, num_samples = [], self.num_samples
         if self.source.splits["train"].is_streamed:
             logger.info("streamed images are not checked now: training finds unreadable ones later")
             return num_samples
+        options = DecodeOptions(
+            self.num_workers,
+            self.recipe.data.unreadable,
+            progress=self.show_progress,
+            timeout_seconds=self.recipe.run.timeout_seconds / 2,
+        )
         for name, split in self.source.splits.items():
             try:
-                kept = readable_indices(
-                    split,
-                    num_workers=self.num_workers,
-                    unreadable=data.unreadable,
-                    progress=self.show_progress,
-                    timeout_seconds=self.recipe.run.timeout_seconds / 2,
-                )
+                kept = readable_indices(split, options)
             except DataError as error:
                 problems.append(error)
             else:

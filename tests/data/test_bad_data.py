@@ -137,6 +137,12 @@ SOURCES = {
     "a password with a slash": BadInput(
         "data info tar:http://me:4711/word@host/x.tar", "data.wrong_source", "percent-encode"
     ),
+    **{
+        f"braces before the host, {braces}": BadInput(
+            ["data", "info", f"tar:{braces}me:word@host/x.tar"], "data.wrong_source", "braces"
+        )
+        for braces in ("{http://a,http://b", "http{,}://", "http:{//,//}", "{http,http}://")
+    },
     "parquet without a path": BadInput("data info parquet", "data.wrong_source", "hub:owner/name"),
     "hub without a name": BadInput("data info hub:", "data.wrong_source", "'hub:'"),
     "an unknown embedded dataset": BadInput(

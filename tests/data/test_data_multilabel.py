@@ -234,7 +234,7 @@ def test_reports_unreadable_images_with_their_classes(tmp_path: Path) -> None:
     ]
     write_parquet(path, [*LABEL_SETS[:3], ["ant"], ["ant", "cat"]], images=images)
     source = open_multilabel(f"parquet:{path}")
-    (bad,) = find_unreadable_images(source, progress=False)
+    (bad,) = find_unreadable_images(source, 0)
     assert (bad["index"], bad["class"]) == (4, "ant|cat")
     train = source.splits["train"]
     assert drop_unreadable(train, [(4, "bad")], "quarantine").tolist() == [0, 1, 2, 3]

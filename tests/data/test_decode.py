@@ -68,10 +68,12 @@ def test_heic_photos_are_upright() -> None:
         np.testing.assert_allclose(upright.astype(int), expected.astype(int), atol=3)
 
 
-def test_heic_photos_have_the_limits_of_other_images() -> None:
+def test_heic_photos_have_the_limits_of_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
     photo = heic_photo(thumbnails=[16])
-    with refused("data.too_large", "64 x 64"):  # HEVC codes more than it shows
-        decode_image(photo, max_pixels=64 * 64 - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.data.decode.MAX_PIXELS", 64 * 64 - 1)
+        with refused("data.too_large", "64 x 64"):  # HEVC codes more than it shows
+            decode_image(photo)
     assert decode_image(photo, decode_size=16).shape == (32, 48, 3), "not its thumbnail"
     declared_size = photo.index(b"ispe") + 8
     smaller = photo[:declared_size] + struct.pack(">II", 16, 16) + photo[declared_size + 8 :]
@@ -248,10 +250,11 @@ def test_decode_size_changes_only_large_jpegs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode_image(narrow, decode_size=2), decode_image(narrow))
 
 
-def test_pixel_limit_applies_to_the_size_in_the_file() -> None:
+def test_pixel_limit_applies_to_the_size_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(Image.fromarray(random_pixels(64, 48)), "JPEG")
+    monkeypatch.setattr("finetune.data.decode.MAX_PIXELS", 64 * 48 - 1)
     with refused("data.too_large", "48 x 64"):
-        decode_image(data, decode_size=8, max_pixels=64 * 48 - 1)
+        decode_image(data, decode_size=8)
 
 
 def test_cmyk_images() -> None:
@@ -426,12 +429,13 @@ def test_rejects_too_large_images_from_the_header(monkeypatch: pytest.MonkeyPatc
         decode_image(png_without_pixels(8001, 8000))
     with pytest.raises(DataError, match="cannot be decoded"):
         decode_image(png_without_pixels(800, 800))
-    with refused("data.too_large", "100 x 100", "9,999"):
-        decode_image(Image.new("RGB", (100, 100)), max_pixels=9_999)
-    assert decode_image(Image.new("RGB", (100, 100)), max_pixels=10_000).shape == (100, 100, 3)
     with pytest.raises(DataError, match="too large"):
         # above PIL's own limit, twice MAX_IMAGE_PIXELS
         decode_image(png_without_pixels(30_000, 30_000))
+    monkeypatch.setattr("finetune.data.decode.MAX_PIXELS", 10_000)
+    assert decode_image(Image.new("RGB", (100, 100))).shape == (100, 100, 3)
+    with refused("data.too_large", "100 x 101", "10,000"):
+        decode_image(Image.new("RGB", (100, 101)))
 
 
 def tiled_tiff(side: int, *, order: str, is_big: bool, tag_type: int) -> bytes:
@@ -458,15 +462,18 @@ def tiled_tiff(side: int, *, order: str, is_big: bool, tag_type: int) -> bytes:
 # PIL does not read big-endian BigTIFF files
 @pytest.mark.parametrize("order, is_big", [("<", False), (">", False), ("<", True)])
 @pytest.mark.parametrize("tag_type", [3, 4])
-def test_tiled_tiff(order: str, is_big: bool, tag_type: int, tmp_path: Path) -> None:
+def test_tiled_tiff(
+    order: str, is_big: bool, tag_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout: dict[str, Any] = {"order": order, "is_big": is_big, "tag_type": tag_type}
     data = tiled_tiff(16, **layout)
     (tmp_path / "a.tif").write_bytes(data)
     pixels = to_rgb(np.arange(256, dtype=np.uint8).reshape(16, 16))
     for source in (data, tmp_path / "a.tif", Image.open(io.BytesIO(data))):
         assert np.array_equal(decode_image(source), pixels)
+    monkeypatch.setattr("finetune.data.decode.MAX_PIXELS", 1000)
     with refused("data.too_large", "32 x 32", "1,000"):
-        decode_image(tiled_tiff(32, **layout), max_pixels=1000)
+        decode_image(tiled_tiff(32, **layout))
 
 
 def test_rejects_a_tiff_with_an_invalid_tag_type() -> None:

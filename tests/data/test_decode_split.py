@@ -21,13 +21,14 @@ from small_datasets import random_png, write_file, write_image_folder, write_par
 from finetune.data import decode_split as decode_all_module
 from finetune.data.decode import decode_image
 from finetune.data.decode_split import (
+    DecodeOptions,
     decode_batches,
     estimate_decoded_bytes,
     find_unreadable_images,
     readable_indices,
 )
 from finetune.data.open_source import open_source
-from finetune.data.pixel_cache import DecodedSplit, DecodeOptions, decode_to_memory
+from finetune.data.pixel_cache import DecodedSplit, decode_to_memory
 from finetune.data.pixel_file import DecodedImages
 from finetune.data.source import Split
 from finetune.data.summary import summarize_source
@@ -42,12 +43,14 @@ def num_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return num_workers
 
 
-def load(split: Split, **changes: Any) -> DecodedSplit:
+def decode_options(**changes: Any) -> DecodeOptions:
     options: dict[str, Any] = {"num_workers": 2, "unreadable": "stop", "progress": False}
-    options |= {"timeout_seconds": 60.0, **changes}
-    return decode_to_memory(
-        split, DecodeOptions(**options), num_bytes=estimate_decoded_bytes(split)
-    )
+    return DecodeOptions(**options | {"timeout_seconds": 60.0, **changes})
+
+
+def load(split: Split, **changes: Any) -> DecodedSplit:
+    num_bytes = estimate_decoded_bytes(split)
+    return decode_to_memory(split, decode_options(**changes), num_bytes=num_bytes)
 
 
 def pixels(images: DecodedImages) -> list[np.ndarray]:
@@ -79,7 +82,7 @@ def test_scan_lists_every_unreadable_image_once(tmp_path: Path, num_workers: int
     for item, cause in zip(unreadable, causes, strict=True):
         assert item["error"].startswith(cause)  # does not repeat the name
     json.dumps(unreadable)
-    assert find_unreadable_images(open_source("embedded:digits")) == []
+    assert find_unreadable_images(open_source("embedded:digits"), 2) == []
 
 
 def test_lists_unreadable_images_of_several_tasks_in_order(
@@ -109,7 +112,7 @@ def test_loading_fails_with_the_full_list(tmp_path: Path) -> None:
         load(split)
     message = str(caught.value)
     with pytest.raises(DataError) as caught_again:
-        readable_indices(split)
+        readable_indices(split, decode_options())
     assert str(caught_again.value) == message
     assert "split 'train': 4 of 10 images cannot be read" in message
     for name in ("train/a/3.png", "train/b/3.jpg", "train/b/4.jpg", "train/b/5.png"):
@@ -128,7 +131,7 @@ def test_truncates_a_long_list(tmp_path: Path) -> None:
     assert "bad19.png" in str(caught.value)
     assert "bad20.png" not in str(caught.value)
     assert "and 10 more" in str(caught.value)
-    assert len(find_unreadable_images(open_source(source))) == 30
+    assert len(find_unreadable_images(open_source(source), 2)) == 30
 
 
 def test_quarantine_leaves_out_unreadable_images(
@@ -137,7 +140,8 @@ def test_quarantine_leaves_out_unreadable_images(
     split = open_source(damaged_folder(tmp_path)).splits["train"]
     images, readable = load(split, unreadable="quarantine", num_workers=3)
     assert readable.tolist() == [0, 1, 2, 4, 5, 6]
-    assert readable_indices(split, unreadable="quarantine").tolist() == readable.tolist()
+    options = decode_options(unreadable="quarantine")
+    assert readable_indices(split, options).tolist() == readable.tolist()
     assert len(images) == 6
     for image, index in zip(pixels(images), readable.tolist(), strict=True):
         assert np.array_equal(image, split.decode(index))

@@ -14,9 +14,10 @@ from small_datasets import random_png, write_parquet
 from torch import Tensor
 
 from finetune.data import device_prefetch, pixel_file, pixel_store
+from finetune.data.decode_split import DecodeOptions
 from finetune.data.device_prefetch import PixelBatch, as_dense, collate_ragged, prefetch_to_device
 from finetune.data.open_source import open_source
-from finetune.data.pixel_cache import DecodeOptions, decode_to_memory
+from finetune.data.pixel_cache import decode_to_memory
 from finetune.data.pixel_store import PixelStore
 from finetune.transforms.ragged import RaggedBatch
 

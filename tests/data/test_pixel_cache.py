@@ -32,9 +32,10 @@ from finetune.cache import CacheFolder
 from finetune.data import decode_split as decode_module
 from finetune.data import pixel_cache as cache_module
 from finetune.data import pixel_store as store_module
+from finetune.data.decode_split import DecodeOptions
 from finetune.data.encoded_images import TableImages
 from finetune.data.open_source import open_source
-from finetune.data.pixel_cache import DecodedSplit, DecodeOptions, decode_with_cache
+from finetune.data.pixel_cache import DecodedSplit, decode_with_cache
 from finetune.data.source import Split
 from finetune.errors import DataError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from demo_server import ODD_NAMES, DemoServer, browser, run_demo, save_small_model
+from demo_server import ODD_NAMES, DemoServer, run_demo, save_small_model
 from PIL import Image
 from refusals import refused
 
@@ -150,12 +150,6 @@ def server(model: str) -> Iterator[DemoServer]:
     with run_demo(model) as server:
         yield server
     assert not [line for line in server.lines if "OUTSIDE" in line or "Traceback" in line]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as chromium:
-        yield chromium
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from demo_server import ODD_NAMES, browser, save_small_model
+from browsers import browser
+from demo_server import ODD_NAMES, save_small_model
 from hub_fixtures import WRITE_TOKEN, hub, sleep_durations, upload_in_fork
 from hub_server import HubServer
 from networks import TINY_ARGS, build_network

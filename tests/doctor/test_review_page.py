@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_server import browser
 from doctor_findings import write_findings
 from refusals import refused
 from small_datasets import write_image_folder
@@ -83,12 +81,6 @@ def test_unreadable_image_has_no_picture(tmp_path: Path) -> None:
     ]
     assert pictures["train/3"] == ""
     assert pictures["train/0"]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 def test_decisions_are_saved_as_a_file(chromium: Any, page: Path, source: Source) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_server import browser, run_server
+from demo_server import run_server
 from doctor_findings import class_problem, image_of, write_findings
 from refusals import refused
 from small_datasets import write_image_folder
@@ -167,12 +166,6 @@ class TestDecisionFile:
         with refused("data.wrong_format", tmp_path / "decisions.csv", "line 2"):
             open_file(tmp_path, source)
         assert "delete" in (tmp_path / "decisions.csv").read_text()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 def review(folder: Path, source: Source) -> Any:

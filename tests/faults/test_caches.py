@@ -500,7 +500,7 @@ def test_fuzzed_cache_files(
     values_ND = (
         np.frombuffer(body[128:], np.float32).reshape(NUM_IMAGES, -1) if kind != "pixels" else None
     )
-    options = pixel_cache.DecodeOptions(0, "stop", progress=False, timeout_seconds=9.0)
+    options = decode_split.DecodeOptions(0, "stop", progress=False, timeout_seconds=9.0)
     messages: list[str] = []
 
     def check_pixels() -> None:

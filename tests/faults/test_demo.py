@@ -11,15 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from demo_server import (
-    DemoServer,
-    browser,
-    call_predict,
-    http_request,
-    run_demo,
-    save_small_model,
-    upload,
-)
+from browsers import browser
+from demo_server import DemoServer, call_predict, http_request, run_demo, save_small_model, upload
 from PIL import Image
 
 pytestmark = pytest.mark.slow

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import sample_recorder
-from forked_runs import KillPoints, run_in_child, start_ranks, wait_for_ranks
+from forked_runs import KillPoints, read_train_losses, run_in_child, start_ranks, wait_for_ranks
 from launches import RECIPE, Launch, finetune_tracebacks, launch_training
 from network_namespaces import create_namespaces, run_ip
 from sample_recorder import read_samples, record_samples
 
 from finetune.recipe.load import parse_recipe
-from finetune.run.directory import RunDir
 from finetune.training.train import train
 
 PROMISE = "each sample once an epoch, in the same steps; losses within 1e-5 of an uninterrupted run"
@@ -49,10 +48,7 @@ def check_same_training(run: Path, reference: Path) -> tuple[float, list[int]]:
     assert len(all_samples) >= 5 * images
     for first in range(0, len(all_samples) - images + 1, images):
         assert sorted(all_samples[first : first + images]) == list(range(images))
-    ours, theirs = (
-        [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
-        for out in (run, reference)
-    )
+    ours, theirs = read_train_losses(run), read_train_losses(reference)
     assert len(ours) == len(samples)
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-5

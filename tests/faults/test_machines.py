@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_runs import read_train_losses, read_weights
 from launches import REPOSITORY, Launch, finetune_tracebacks, launch_training, verified_steps
 from network_namespaces import create_namespaces, run_ip
-
-from finetune.run.directory import RunDir
 
 TIMEOUT_SECONDS = 20
 FIRST_ADDRESS, SECOND_ADDRESS = "10.77.0.1", "10.77.0.2"
@@ -73,14 +72,6 @@ def launch_on_both(
         yield launches[0], launches[1]
 
 
-def read_losses(out: Path) -> list[float]:
-    return [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
-
-
-def read_weights(out: Path) -> bytes:
-    return (out / "model" / "model.safetensors").read_bytes()
-
-
 def test_two_machines_match_one_process_and_survive_a_broken_link(
     hosts: list[str], tmp_path: Path, fault: Any
 ) -> None:
@@ -95,9 +86,8 @@ def test_two_machines_match_one_process_and_survive_a_broken_link(
             launch.wait_for_end()
             assert launch.process.returncode == 0, launch.text
         assert launches[0].read_record()["num_processes"] == 2
-    differences = [
-        abs(a - b) for a, b in zip(read_losses(uninterrupted), read_losses(single.out), strict=True)
-    ]
+    losses = read_train_losses(uninterrupted), read_train_losses(single.out)
+    differences = [abs(a - b) for a, b in zip(*losses, strict=True)]
     assert len(differences) == NUM_STEPS
     assert max(differences) < 1e-5
     fault(
@@ -126,7 +116,7 @@ def test_two_machines_match_one_process_and_survive_a_broken_link(
             launch.wait_for_end()
             assert launch.process.returncode == 0, launch.text
     assert read_weights(interrupted) == read_weights(uninterrupted)
-    assert read_losses(interrupted) == read_losses(uninterrupted)
+    assert read_train_losses(interrupted) == read_train_losses(uninterrupted)
     fault(
         "the link between two machines breaks in the middle",
         f"both end with a message after run.timeout_seconds ({TIMEOUT_SECONDS} here) and resume "

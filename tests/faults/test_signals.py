@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_runs import read_train_losses, read_weights
 from launches import RECIPE, Launch, finetune_tracebacks, launch_training, verified_steps
 
 FAULT = "SIGTERM or SIGINT to one process or to the group, accelerate launch and torchrun"
@@ -19,15 +20,6 @@ PROMISE = (
     "no traceback of finetune"
 )
 SETTINGS = ["optim.steps=400", "run.save_every=100", "run.eval_every=400"]
-
-
-def read_losses(out: Path) -> list[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["split"] == "train"]
-
-
-def read_weights(out: Path) -> bytes:
-    return (out / "model" / "model.safetensors").read_bytes()
 
 
 def send_signal(launch: Launch, target: str, signal_number: signal.Signals) -> None:
@@ -158,7 +150,7 @@ def test_workers_stop_when_the_launcher_is_killed(
         resumed.wait_for_end()
         assert resumed.process.returncode == 0, resumed.text
     assert read_weights(resumed.out) == read_weights(reference.out)
-    assert read_losses(resumed.out) == read_losses(reference.out)
+    assert read_train_losses(resumed.out) == read_train_losses(reference.out)
     fault(
         "SIGKILL to the launcher",
         "its workers notice, save and end within 10 s; --resume gives the same weights",

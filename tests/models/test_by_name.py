@@ -5,7 +5,6 @@ Other sizes of a family, such as deit_base and tnt_b, differ only in the argumen
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from forked_runs import read_train_losses
 from networks import (
     CLASS_NAMES,
     TINY_ARGS,
@@ -88,8 +88,7 @@ optim: {{name: sgd, lr: 0.1, steps: 2}}
 run: {{precision: fp32, threads: 1, log_every: 1}}
 """
     train(parse_recipe(recipe_text), tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    losses = read_train_losses(tmp_path / "run")
     assert len(losses) == 2
     assert losses[0] == pytest.approx(1.0986, abs=1e-3)  # ln 3: the zero head
     assert losses[1] != losses[0]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import timm
 import torch
+from forked_runs import read_train_losses
 from networks import (
     CLASS_NAMES,
     compute_logits,
@@ -484,8 +485,7 @@ def test_trains_two_steps_and_loads_the_model(tmp_path: Path) -> None:
     )  # fmt: skip
     results = train(recipe, tmp_path / "run")
     assert results["test"]["examples"] == 355
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    losses = read_train_losses(tmp_path / "run")
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
     config = json.loads((tmp_path / "run/model/config.json").read_text())

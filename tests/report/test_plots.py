@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from report_runs import HOSTILE_NAMES, calibration_bins, metric_lines
 
+from finetune.evaluation.confusion import ConfusionMatrix
 from finetune.report.figure_style import COLORS, save_png, to_svg
 from finetune.report.plots import (
     plot_confusion_matrix,
@@ -124,7 +125,8 @@ class TestRunComparison:
 
 class TestConfusionMatrix:
     def test_cells_show_counts_and_row_shares(self) -> None:
-        figure = plot_confusion_matrix([[8, 2], [0, 0]], ["cat", "dog"])
+        matrix = ConfusionMatrix.from_dense([[8, 2], [0, 0]])
+        figure = plot_confusion_matrix(matrix, ["cat", "dog"])
         found = svg_texts(figure)
         assert {"8", "2", "cat", "dog", "predicted", "true class"} <= set(found)
         assert "0" not in found
@@ -134,7 +136,7 @@ class TestConfusionMatrix:
         assert alphas == pytest.approx([0.05 + 0.9 * 0.8, 0.05 + 0.9 * 0.2, 0.05, 0.05])
 
     def test_hostile_class_names_stay_plain_text(self, tmp_path: Path) -> None:
-        matrix = (np.eye(10, dtype=int) * 5).tolist()
+        matrix = ConfusionMatrix.from_dense((np.eye(10, dtype=int) * 5).tolist())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figure = plot_confusion_matrix(matrix, HOSTILE_NAMES)
@@ -149,9 +151,8 @@ class TestConfusionMatrix:
         assert all(len(text) <= 18 for text in found)
 
     def test_many_classes_become_an_image_with_few_labels(self) -> None:
-        figure = plot_confusion_matrix(
-            np.eye(60, dtype=int).tolist(), [f"class {n}" for n in range(60)]
-        )
+        matrix = ConfusionMatrix.from_dense(np.eye(60, dtype=int).tolist())
+        figure = plot_confusion_matrix(matrix, [f"class {n}" for n in range(60)])
         assert len(figure.axes[0].images) == 1
         found = svg_texts(figure)
         assert "class 0" in found
@@ -160,10 +161,11 @@ class TestConfusionMatrix:
 
     @pytest.mark.parametrize("num_classes", [401, 1000])
     def test_single_error_stays_visible_when_downsampled(self, num_classes: int) -> None:
-        matrix = np.eye(num_classes, dtype=int)
-        matrix[7] = 0
-        matrix[7, 390] = 1
-        figure = plot_confusion_matrix(matrix.tolist(), [str(n) for n in range(num_classes)])
+        counts = np.eye(num_classes, dtype=int)
+        counts[7] = 0
+        counts[7, 390] = 1
+        matrix = ConfusionMatrix.from_dense(counts.tolist())
+        figure = plot_confusion_matrix(matrix, [str(n) for n in range(num_classes)])
         rgba = np.asarray(figure.axes[0].images[0].get_array())
         block = math.ceil(num_classes / 400)
         assert rgba.shape[0] == math.ceil(num_classes / block)
@@ -171,7 +173,8 @@ class TestConfusionMatrix:
         assert len(to_svg(figure)) < 400_000
 
     def test_single_class(self) -> None:
-        assert "3" in svg_texts(plot_confusion_matrix([[3]], ["only"]))
+        matrix = ConfusionMatrix.from_dense([[3]])
+        assert "3" in svg_texts(plot_confusion_matrix(matrix, ["only"]))
 
 
 class TestReliabilityDiagram:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,11 +27,6 @@ from finetune.evaluation.confidence_intervals import wilson_interval
 from finetune.report.page import write_comparison, write_report_pages, write_run_report
 
 HERE = Path(__file__).parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-CHROMIUM_ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
-    *("--disable-component-update", "--no-first-run"),
-]
 LINE_BREAK = "\f"
 BLOCK_TAGS = ("tr", "li", "p", "h1", "h2", "h3", "div", "section", "footer", "summary", "dl")
 URL_ATTRIBUTES = ("src", "srcset", "action", "formaction", "data", "poster", "background")
@@ -405,18 +399,6 @@ class TestReportCommand:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium; skip the test if it is not installed."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the path")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that writes a page, with hostile class names and wide tables."""
     folder = tmp_path_factory.mktemp("browser")
@@ -453,9 +435,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         pytest.param("many classes", marks=pytest.mark.faults),
     ],
 )
-def test_renders_in_a_browser(browser: Any, pages: Callable[[str], Path], kind: str) -> None:
+def test_renders_in_a_browser(chromium: Any, pages: Callable[[str], Path], kind: str) -> None:
     """On a phone and on a desk, in light and dark colors."""
-    page = browser.new_page()
+    page = chromium.new_page()
     console_messages: list[str] = []
     requested_urls: list[str] = []
     page.on("console", lambda message: console_messages.append(message.text))
@@ -480,8 +462,8 @@ def test_renders_in_a_browser(browser: Any, pages: Callable[[str], Path], kind: 
 
 
 @pytest.mark.slow
-def test_narrow_screen_shows_the_scroll_hint(browser: Any, pages: Callable[[str], Path]) -> None:
-    page = browser.new_page()
+def test_narrow_screen_shows_the_scroll_hint(chromium: Any, pages: Callable[[str], Path]) -> None:
+    page = chromium.new_page()
     page.goto(pages("run").as_uri())
     for width, narrow in ((390, True), (1280, False)):
         page.set_viewport_size({"width": width, "height": 844})
@@ -494,8 +476,8 @@ def test_narrow_screen_shows_the_scroll_hint(browser: Any, pages: Callable[[str]
 
 
 @pytest.mark.slow
-def test_table_sorts_by_column_header(browser: Any, pages: Callable[[str], Path]) -> None:
-    page = browser.new_page()
+def test_table_sorts_by_column_header(chromium: Any, pages: Callable[[str], Path]) -> None:
+    page = chromium.new_page()
     page.goto(pages("run").as_uri())
     cells = "[...document.querySelectorAll('#classes tbody tr')].map((r) => r.cells[1].innerText)"
     head = page.locator("#classes thead th").nth(1)

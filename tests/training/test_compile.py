@@ -119,7 +119,7 @@ def test_auto_compiles_only_long_runs(device: str, monkeypatch: pytest.MonkeyPat
     assert not decide(False, 2 * MIN_TRAINING_SECONDS[device], device=device)
 
 
-def testmissing_compile_dependency_is_named(
+def test_missing_compile_dependency_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed = {"CC": False, "triton": False}

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from forked_runs import read_train_losses
 
 from finetune.errors import Paused
 from finetune.recipe.load import load_recipe
-from finetune.run.directory import RunDir
 from finetune.training.train import train
 
 FOLDER = Path(__file__).with_name("losses")
@@ -68,7 +68,7 @@ def train_losses(case: str, out: Path, num_steps: int = 20) -> list[float]:
     recipe = load_recipe(RECIPES / name, [*SETTINGS, *overrides])
     with contextlib.suppress(Paused):
         train(recipe, out, pause=lambda step, _: step >= num_steps)
-    return [line["loss"] for line in RunDir(out).read_metrics() if line["split"] == "train"]
+    return read_train_losses(out)
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ def check_source_url(source: str) -> None:
     if not re.match(r"(?i)tar:https?://", source):
         if re.match(r"(?i)tar:(?=.*http)[^/]*\{.*//", source):
             raise DataError(
-                "data source tar:…http…: braces are allowed only after the host of a URL; write "
-                "tar:https://host/… (data.source has one host)",
+                "data source tar:…http…: in a URL, braces are allowed only after the host; write "
+                "tar:https://host/…",
                 code="data.wrong_source",
             )
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -95,19 +96,21 @@ _HEAD_STEP_SECONDS = 0.006  # a step of the classifier on cached features
 _FINAL_FORWARDS = 0.5  # the final evaluation has larger batches than the measurement
 
 
-def build_trials(created: StartResult, *, max_seconds: float = math.inf) -> list[Trial]:
+def build_trials(
+    created: StartResult, configs: Sequence[Config] | None = None, *, max_seconds: float = math.inf
+) -> list[Trial]:
     """Build the trials of a search, each recipe once; what the user has set is the same in all.
 
     Args:
         created: the recipe that `finetune train SOURCE` trains, which is the first one.
-        max_seconds: estimated seconds of one run, to which the epochs of the others (those of
-            `PORTFOLIO`) are limited.
+        configs: the others; None for `PORTFOLIO`.
+        max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
     builder, choice = created.builder, created.choice
     first = builder.build(choice).recipe
     trials = [_estimate_trial(created, choice, first, "start", str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
-    for config in PORTFOLIO:
+    for config in PORTFOLIO if configs is None else configs:
         score = scores.get(config.weights)
         if score is None or builder.frozen_by_overrides() not in (None, config.frozen):
             continue

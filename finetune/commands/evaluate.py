@@ -218,7 +218,10 @@ def evaluate_model(
                 f"{model}: has changed while it was evaluated; fit the temperature again",
                 code="weights.damaged",
             )
-        _write_calibration(config, checksums, result["temperature"], validation_scores, split)
+        calibration = {"temperature": result["temperature"], "split": split}
+        if recipe is not None and redact_urls(section.source) != recipe.data.source:
+            calibration["on_other_data"] = True
+        _write_calibration(config, checksums, calibration, validation_scores)
     if corruptions:
         store = (
             loader.store
@@ -718,18 +721,18 @@ def _find_model_config(model: str) -> Path:
 def _write_calibration(
     path: Path,
     checksums: Mapping[str, str],
-    temperature: float,
+    calibration: Mapping[str, Any],
     validation_scores: Mapping[str, Any] | None,
-    split: str,
 ) -> None:
     """Write the temperature, its split, and the scores of the images into config.json.
 
     Args:
         path: config.json.
         checksums: those of the other files, see `read_checksums`; empty for none.
+        calibration: the temperature, its split, and whether that is of other data than the run's.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["calibration"] = {"temperature": temperature, "split": split}
+    config["calibration"] = calibration
     config["validation_scores"] = validation_scores
     if checksums:
         config = with_checksums(config, checksums)

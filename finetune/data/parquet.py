@@ -78,10 +78,10 @@ def read_parquet(
     files = group_by_split(_find_parquet_files(path), Path, f"parquet:{path}")
     for file in (file for group in files.values() for file in group):
         _check_is_parquet(file)
-    shards = {
-        split: open_shards([LocalFile.from_path(file) for file in group])
-        for split, group in files.items()
+    opened = {
+        split: [LocalFile.from_path(file) for file in group] for split, group in files.items()
     }
+    shards = {split: open_shards(group) for split, group in opened.items()}
     if streaming:
         return _build_streamed(shards, columns, multilabel=multilabel)
     num_bytes = sum(file.stat().st_size for group in files.values() for file in group)
@@ -95,6 +95,8 @@ def read_parquet(
         ),
         multilabel=multilabel,
     )
+    for local in (local for group in opened.values() for local in group):
+        local.read(0, 1)  # raises if the file has changed since its labels were read
     num_files = sum(len(group) for group in files.values())
     splits.description = f"{pluralize(num_files, 'parquet file')}, {splits.description}"
     return splits

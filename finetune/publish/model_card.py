@@ -478,10 +478,15 @@ def _abstention_note(content: CardContent) -> list[str]:
         found = select_threshold(scores, max_error)
         share = MISSING if found is None else format_percent(found.num_answered / len(scores), 1)
         rows.append([f"{100 * max_error:g} %", share])
+    images = pluralize(len(scores), "validation image")
+    calibration = content.config.get("calibration") or {}
+    if scores.split != "val" or calibration.get("on_other_data"):
+        images = f"{pluralize(len(scores), 'image')} of '{scores.split}'"
+        images += " of other data" if calibration.get("on_other_data") else ""
     text = (
         "To keep an error rate, `finetune predict --max-error` abstains from the least certain "
         "images. "
-        f"With 95 % confidence, from {pluralize(len(scores), 'validation image')}, the "
+        f"With 95 % confidence, from {images}, the "
         "error rate of the answers is at most the first column; the second column is the share of "
         "answered images."
     )
@@ -504,7 +509,8 @@ def _temperature_note(content: CardContent) -> list[str]:
     if calibration["temperature"] != scaled["temperature"]:
         return [
             f"The temperature in `config.json`, {calibration['temperature']:.4g}, was fitted after "
-            f"the test split had been evaluated, on '{calibration.get('split')}'.",
+            f"the test split had been evaluated, on '{calibration.get('split')}'"
+            f"{' of other data' if calibration.get('on_other_data') else ''}.",
             "",
         ]
     fitted = f"{scaled['temperature']:.4g}, a temperature fitted on the validation split,"

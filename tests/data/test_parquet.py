@@ -348,3 +348,19 @@ def test_opens_a_dataset_without_importing_pandas(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, *sources]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout == 2 * "64 3 False\n"
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_parquet(tmp_path / "train.parquet", [0, 0, 1, 1])
+    read_labels = parquet_module.read_label_column
+
+    def read_then_replace(*arguments: Any) -> Any:
+        labels = read_labels(*arguments)
+        write_parquet(file, [1, 1, 0, 0])
+        return labels
+
+    monkeypatch.setattr(parquet_module, "read_label_column", read_then_replace)
+    with refused("data.changed", file, "has changed since it was opened"):
+        open_source(f"parquet:{tmp_path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,10 @@ def test_card_lists_the_error_rates_that_the_model_can_keep() -> None:
     assert "| 1 % | – |" in text
     assert "| 2 % | 100.0 % |" in text
     assert "200 validation images" in text
+    calibration = {"temperature": 20.0, "split": "test", "on_other_data": True}
+    entry = replace(scores, split="test").to_config()
+    other = {**config, "validation_scores": entry, "calibration": calibration}
+    assert "from 200 images of 'test' of other data" in render_card(card_content(config=other))
     assert "--unknown" not in text
     entry = {**scores.to_config(), "unknown_class": {}}
     marking = render_card(card_content(config={**config, "validation_scores": entry}))

@@ -40,6 +40,7 @@ from finetune.run.record import (
     differing_inputs,
     have_other_shards,
     load_run_recipe,
+    network_without_dropout,
     read_record,
     training_identity,
     warn_of_copied_shards,
@@ -346,7 +347,7 @@ def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:
     origins = [record.get("weights_sha256") for record in records]
     networks = [record.get("plan", {}).get("architecture") for record in records]
     paths = f"{other.run.path} and {first.run.path}"
-    args = [record.get("network") for record in records]
+    args = [network_without_dropout(record) for record in records]
     fingerprints = [record.get("split_fingerprints", {}) for record in records]
     if fingerprints[0].get("classes") != fingerprints[1].get("classes"):
         counts = [record.get("plan", {}).get("classes") for record in records]

@@ -34,6 +34,7 @@ from finetune.formatting import MISSING, format_mean_std, markdown_table
 from finetune.log import logger
 from finetune.ranks import is_main_process
 from finetune.recipe.schema import Recipe
+from finetune.recipe.training_keys import names_other_inputs
 from finetune.run.directory import RunDir, resume_command
 from finetune.run.integrity import load_json
 from finetune.run.record import (
@@ -199,7 +200,7 @@ def _run_entry(
                 code="recipe.conflict",
             )
         choices.append({"overrides": list(combination), metric: value, "run": str(path)})
-    varied = {key.partition(".")[0] for row in choices for key in row["overrides"]}
+    varied = {override.partition("=")[0] for row in choices for override in row["overrides"]}
     _check_same_inputs(entry.name, [Path(row["run"]) for row in choices], varied=varied)
     if choices:
         best = (min if key == "loss" else max)(choices, key=lambda row: row[metric])
@@ -236,13 +237,15 @@ def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection
 
     Args:
         name: name of the entry.
-        varied: sections of the recipe in which the runs differ.
+        varied: keys of the recipe in which the runs differ.
     """
     recipes = [(folder, load_run_recipe(folder)) for folder in folders]
     records = [(recipe, read_record(RunDir(folder))) for folder, recipe in recipes]
     identities = [training_identity(recipe, record) for recipe, record in records if recipe]
     inputs = differing_inputs(identities)
-    if names := [each for section, each in inputs.items() if section not in varied]:
+    if names := [
+        each for section, each in inputs.items() if not names_other_inputs(varied, section)
+    ]:
         raise DataError(
             f"{name}: its runs ({', '.join(map(str, folders))}) used different "
             f"{' and '.join(names)}, so they cannot be averaged or compared; remove the wrong ones "
@@ -250,7 +253,7 @@ def _check_same_inputs(name: str, folders: Sequence[Path], *, varied: Collection
             code="data.changed",
         )
     results = [RunDir(folder).read_json("results.json") for folder in folders]
-    if "data" not in varied and have_other_test_images(results):
+    if not names_other_inputs(varied, "data") and have_other_test_images(results):
         logger.warning(f"{name}: its runs could not read the same number of test images")
     if have_other_shards(record for _, record in records):
         logger.warning(

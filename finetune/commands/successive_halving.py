@@ -131,6 +131,7 @@ class Search:
     used_seconds: float = 0.0  # since the start of the command
     chosen: str = ""  # name of the chosen trial; empty while the search proceeds
     space: dict[str, Any] = field(default_factory=dict)  # the recipe's section `tune`
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of what the trials were made for
 
     def __getitem__(self, name: str) -> Trial:
         return {trial.name: trial for trial in self.trials}[name]

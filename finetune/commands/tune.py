@@ -152,8 +152,8 @@ def tune_recipe(
     started = time.perf_counter() - seconds_before
     search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides, recipe=recipe)
     if search is None:
-        own_splits = open_full_data(recipe.data, recipe.run.seed).splits.keys()
-        has_val = "val" in own_splits and not recipe.data.merge_val
+        source = open_full_data(recipe.data, recipe.run.seed)
+        has_val = "val" in source.splits and not recipe.data.merge_val
         _require_validation(has_val or recipe.data.val_fraction > 0)
         logger.info("measuring some steps of the recipe")
         seconds = min(TRIAL_SECONDS, _MEASURED_SHARE * 60 * minutes)
@@ -169,6 +169,7 @@ def tune_recipe(
             can_resplit=not has_val,
             trials=draw_trials(recipe, measured),
             space=recipe.tune,
+            inputs={_DATA: _data_sha256(source.whole_fingerprints(), source.classes_fingerprint)},
         )
         search.used_seconds = time.perf_counter() - started
         _check_time(search)
@@ -307,6 +308,11 @@ def _make_search(
         can_resplit="val" not in builder.stats.split_sizes,
         trials=build_trials(created, max_seconds=60 * minutes / 2),
         used_seconds=used_seconds,
+        inputs={
+            _DATA: _data_sha256(
+                builder.source.whole_fingerprints(), builder.source.classes_fingerprint
+            )
+        },
     )
     _check_time(search)
     return search
@@ -387,10 +393,14 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
     return Progress(plan["steps"], plan["images"]["val"], curve, train_seconds, inputs)
 
 
+def _data_sha256(whole_fingerprints: Mapping[str, str], classes: str | None) -> str:
+    return json_sha256({**whole_fingerprints, "classes": classes})
+
+
 def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     """Return a hash of everything that a run was trained on, by its name for users."""
     classes = record["split_fingerprints"].get("classes")
-    inputs = {_DATA: json_sha256({**record["whole_fingerprints"], "classes": classes})}
+    inputs = {_DATA: _data_sha256(record["whole_fingerprints"], classes)}
     weights = {key: record["plan"]["weights"].get(key) for key in ("sha256", "config_sha256")}
     inputs[f"the pretrained weights {recipe.model.name}"] = json_sha256(weights)
     if teacher := record.get("teacher"):
@@ -566,19 +576,18 @@ class _Session:
 
     def _check_same_inputs(self, trial: Trial, inputs: Mapping[str, str]) -> None:
         """Raise DataError or WeightsError unless all trials have the same images and weights."""
-        for other in self.search.trials:
-            changed = [
-                name for name in inputs if other.inputs.get(name, inputs[name]) != inputs[name]
-            ]
+        earlier = [(f"trial {other.name}", other.inputs) for other in self.search.trials]
+        for what, recorded in [("the start of the search", self.search.inputs), *earlier]:
+            changed = [name for name in inputs if recorded.get(name, inputs[name]) != inputs[name]]
             if changed == [_SHARD_TIMES]:
                 warn_once(
-                    f"{self.search.source}: shards were written or copied after trial "
-                    f"{other.name}; their images were not compared"
+                    f"{self.search.source}: shards were written or copied after {what}; their "
+                    "images were not compared"
                 )
             elif changed:
                 is_data = changed[0] == _DATA
                 raise (DataError if is_data else WeightsError)(
-                    f"{self.search.source}: {changed[0]} have changed since trial {other.name}, so "
+                    f"{self.search.source}: {changed[0]} have changed since {what}, so "
                     f"{trial.name} cannot be compared with it; restore them, remove "
                     f"{self._trial_folder(trial)}, then {resume_command(self.run.path)}, or "
                     "search in another --out",

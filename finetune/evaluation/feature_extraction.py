@@ -36,11 +36,12 @@ from finetune.evaluation.feature_cache import (
 )
 from finetune.model_checksums import json_sha256
 from finetune.models.features import compute_pre_logits, linear_classifier_names
-from finetune.models.save import TRAINING_ONLY_ARGS, BuiltModel
+from finetune.models.save import BuiltModel
 from finetune.precision import accelerator_precision
 from finetune.progress import item_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
+from finetune.recipe.training_keys import TRAINING_ONLY_ARGS
 from finetune.transforms.eval_transforms import default_eval_spec
 from finetune.transforms.pipeline import Pipeline
 

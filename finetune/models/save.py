@@ -16,19 +16,10 @@ from finetune.model_checksums import add_checksums
 from finetune.models.architectures.transformers_classifier import TransformersClassifier
 from finetune.models.lora import base_state_dict
 from finetune.models.weights.timm_config import MULTILABEL_PROBLEM_TYPE
+from finetune.recipe.training_keys import TRAINING_ONLY_ARGS
 from finetune.transforms.preprocessing import Preprocessing
 
-__all__ = ["TRAINING_ONLY_ARGS", "BuiltModel", "save_model"]
-
-# Dropout rates used in training; config.json omits them, since inference does not need them.
-TRAINING_ONLY_ARGS = {
-    "drop_rate",
-    "pos_drop_rate",
-    "patch_drop_rate",
-    "proj_drop_rate",
-    "attn_drop_rate",
-    "drop_path_rate",
-}
+__all__ = ["BuiltModel", "save_model"]
 
 
 @dataclass(frozen=True)

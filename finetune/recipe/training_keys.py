@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune.recipe.schema import Recipe
 
-__all__ = ["LOCATION_KEYS", "changed_training_keys", "training_keys", "training_keys_without_seed"]
+__all__ = [
+    "LOCATION_KEYS",
+    "TRAINING_ONLY_ARGS",
+    "changed_training_keys",
+    "names_other_inputs",
+    "training_keys",
+    "training_keys_without_seed",
+]
 
 LOCATION_KEYS = ("data.source", "data.decisions")  # the same data may be in another place
+# Keys that say which images, weights and teacher are used; with another value, others are expected.
+_INPUT_KEYS = (
+    *("data.source", "data.task", "data.val_fraction", "data.merge_val", "data.split_seed"),
+    *("data.num_train", "data.num_val", "data.num_test", "data.classes", "data.long_tail"),
+    *("data.decisions", "data.decisions_on_test", "data.image_column", "data.label_column"),
+    *("data.group", "data.streaming"),
+    *("model.name", "model.args", "model.rename", "model.pretrained", "model.image_size"),
+    *("model.posemb", "distill.teacher"),
+)
+# Dropout rates used in training; config.json omits them, since inference does not need them.
+TRAINING_ONLY_ARGS = {
+    "drop_rate",
+    "pos_drop_rate",
+    "patch_drop_rate",
+    "proj_drop_rate",
+    "attn_drop_rate",
+    "drop_path_rate",
+}
 # Keys that a resumed run may change: they affect hardware use and logging, not the trained weights.
 _NON_TRAINING_KEYS: dict[str, Any] = {
     "claims": True,
@@ -43,6 +68,16 @@ def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
     sections["model"]["head_init"] = recipe.model.head_init or "zeros"
     sections["distill"] = sections["distill"] or {}
     return sections
+
+
+def names_other_inputs(keys: Iterable[str], section: str) -> bool:
+    """Return True if one of some keys says that other images, weights or teachers are used.
+
+    Args:
+        keys: the keys that differ between recipes, such as "data.num_train".
+        section: "data" for images, "model" for weights, "distill" for teachers.
+    """
+    return any(key in _INPUT_KEYS and key.startswith(f"{section}.") for key in keys)
 
 
 def changed_training_keys(recorded: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:

@@ -16,7 +16,7 @@ from finetune.evaluation.claims import PERCENT_METRICS
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import training_keys_without_seed
+from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
 from finetune.report.run_data import (
     Run,
     format_accuracy_interval,
@@ -187,8 +187,7 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     names = [
         name
         for section, name in inputs.items()
-        if not any(key.startswith(f"{section}.") for key in keys)
-        or (section == "data" and measured_on_others)
+        if not names_other_inputs(keys, section) or (section == "data" and measured_on_others)
     ]
     if "data" not in inputs and have_other_shards(run.record for run in runs):
         names.append("shards (written or copied between the runs)")

@@ -14,6 +14,7 @@ from finetune.recipe.load import DistillSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import (
     LOCATION_KEYS,
+    TRAINING_ONLY_ARGS,
     changed_training_keys,
     training_keys,
     training_keys_without_seed,
@@ -34,6 +35,7 @@ __all__ = [
     "have_other_shards",
     "have_other_test_images",
     "load_run_recipe",
+    "network_without_dropout",
     "read_finished_results",
     "read_recipe",
     "read_record",
@@ -191,12 +193,19 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
         splits = {**whole, "classes": splits.get("classes")}
     elif splits:  # with data.unreadable=quarantine, another machine may read other images
         splits = {**splits, "images_read": record.get("plan", {}).get("images_read")}
+    weights = [record.get(key) for key in ("weights_sha256", "preprocessing")]
     return {
         "recipe": training_keys_without_seed(recipe),
         "data": splits,
-        "weights": [record.get(key) for key in ("weights_sha256", "preprocessing", "network")],
+        "weights": [*weights, network_without_dropout(record)],
         "teacher": [record.get("teacher", {}).get(key) for key in ("sha256", "config_sha256")],
     }
+
+
+def network_without_dropout(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a run's network in run.json, without the rates of dropout."""
+    network: dict[str, Any] = record.get("network", {})
+    return {key: value for key, value in network.items() if key not in TRAINING_ONLY_ARGS}
 
 
 def differing_inputs(identities: Sequence[Mapping[str, Any]]) -> dict[str, str]:

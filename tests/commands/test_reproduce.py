@@ -257,6 +257,18 @@ def test_runs_of_other_images_are_neither_averaged_nor_compared(
         run_plan(plan, only=[] if done else ["chosen"], out=tmp_path, done=done)
 
 
+def test_a_grid_over_another_key_of_the_data_does_not_hide_other_images(
+    plan: str, fake_training, tmp_path: Path
+) -> None:
+    file = Path(plan)
+    file.write_text(
+        file.read_text().replace("optim.weight_decay: [0, 0.5]", "data.batch_size: [4, 8]")
+    )
+    test_runs_of_other_images_are_neither_averaged_nor_compared(
+        "chosen-choose/*", False, plan, fake_training, tmp_path
+    )
+
+
 def test_shards_that_were_copied_between_runs_are_named(
     plan: str, fake_training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

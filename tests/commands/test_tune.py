@@ -403,6 +403,12 @@ class TestKills:
         shutil.rmtree(tmp_path / "trials" / "b")
         assert Machine({"b": 0.9}).run(read_search(tmp_path), tmp_path).name == "b"
 
+    def test_images_that_change_before_the_first_trial_are_refused(self, tmp_path: Path) -> None:
+        search = make_search()
+        search.inputs = {"images or labels": "b"}
+        with refused("data.changed", "have changed since the start of the search"):
+            Machine(inputs={"images or labels": "a"}).run(search, tmp_path)
+
     def test_trials_with_other_weights_are_refused(self, tmp_path: Path) -> None:
         name = "the pretrained weights net"
         with pytest.raises(Killed):

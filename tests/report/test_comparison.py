@@ -101,6 +101,9 @@ class TestGroupByRecipe:
             ("data.batch_size=7", {"split_fingerprints": {"test": "b"}}, ["images or labels"]),
             ("data.num_train=7", {"split_fingerprints": {"train": "b"}}, []),
             ("data.val_fraction=0.5", {"split_fingerprints": {"val": "b"}}, ["images or labels"]),
+            ("data.batch_size=7", {"split_fingerprints": {"train": "b"}}, ["images or labels"]),
+            ("model.dropout=0.5", {"weights_sha256": "b"}, ["pretrained weights"]),
+            ("model.dropout=0.5", {"network": {"drop_rate": 0.5}}, []),
             ("run.seed=1", {"shard_times": {"test": "a"}}, []),
             (
                 "run.seed=1",

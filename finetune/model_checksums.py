@@ -33,6 +33,7 @@ __all__ = [
     "verify_card_results",
     "verify_checksum",
     "verify_model_folder",
+    "weights_hashes",
     "with_checksums",
 ]
 
@@ -158,6 +159,15 @@ def read_checksums(folder: Path, *, source: str) -> dict[str, str]:
             code="weights.damaged",
         )
     return files
+
+
+def weights_hashes(provenance: Mapping[str, Any]) -> list[str | None]:
+    """Return the sha256 of a model's weights, and that of its network and preprocessing.
+
+    Args:
+        provenance: `provenance` of a built model.
+    """
+    return [provenance.get(key) for key in ("sha256", "config_sha256")]
 
 
 def read_checkpoint_checksums(folder: Path) -> dict[str, str]:

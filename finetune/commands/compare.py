@@ -56,6 +56,7 @@ from finetune.formatting import (
 from finetune.host_resources import num_cores
 from finetune.inference import get_num_classes
 from finetune.log import logger
+from finetune.model_checksums import weights_hashes
 from finetune.models.exported import ExportedPipeline, load_model
 from finetune.models.save import BuiltModel
 from finetune.progress import item_bar
@@ -133,7 +134,7 @@ def compare_models(
     source, split, data_changed = open_evaluation_data(
         first, recipes[0], section, seed=seed, split=split, accelerator=accelerator
     )
-    check_same_on_all_ranks({"weights": [each.provenance.get("sha256") for each in built]})
+    check_same_on_all_ranks({"weights": [weights_hashes(each.provenance) for each in built]})
     if accelerator.is_main_process:
         for name, recipe in zip(names, recipes, strict=True):
             warn_of_training_images(name, recipe, source, split)

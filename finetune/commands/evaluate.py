@@ -47,7 +47,12 @@ from finetune.formatting import (
 )
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.model_checksums import read_checksums, verify_model_folder, with_checksums
+from finetune.model_checksums import (
+    read_checksums,
+    verify_model_folder,
+    weights_hashes,
+    with_checksums,
+)
 from finetune.models.exported import check_is_changeable, load_model
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
@@ -174,7 +179,7 @@ def evaluate_model(
     source, split, data_changed = open_evaluation_data(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
-    check_same_on_all_ranks({"weights": built.provenance.get("sha256")})
+    check_same_on_all_ranks({"weights": weights_hashes(built.provenance)})
     if accelerator.is_main_process:
         warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(

@@ -40,6 +40,7 @@ from finetune.evaluation.linear_probe import (
     probe_sgd,
 )
 from finetune.files import make_writable_folder, write_atomically
+from finetune.model_checksums import weights_hashes
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, token_feature_slices, token_features
 from finetune.precision import autocast_dtype
@@ -360,7 +361,7 @@ def _extract_features(
     if include_val and "val" in task.source.splits:
         split_names["val"] = None
     if accelerator.num_processes > 1:
-        check_same_on_all_ranks({"weights": built.provenance.get("sha256")})
+        check_same_on_all_ranks({"weights": weights_hashes(built.provenance)})
         check_same_data_on_all_ranks(accelerator, task.source, split_names)
     splits = {name: task.source.splits[name] for name in split_names}
     if task.shot_indices is not None:

@@ -49,6 +49,7 @@ from finetune.errors import DataError, redact_urls
 from finetune.files import write_atomically
 from finetune.formatting import format_duration, pluralize, printable_path
 from finetune.log import logger, quiet
+from finetune.model_checksums import weights_hashes
 from finetune.models.build import build_model
 from finetune.recipe.load import MINIMAL_RECIPE, parse_overrides, parse_recipe
 from finetune.recipe.paths import resolve_data_source
@@ -348,7 +349,7 @@ class RecipeBuilder:
         provenance = build_model(
             section.name, **section.model_dump(include={"pretrained", "args", "rename"})
         ).provenance
-        return provenance.get("sha256"), provenance.get("config_sha256")
+        return tuple(weights_hashes(provenance))
 
     def frozen_by_overrides(self) -> bool | None:
         """Return whether the user's keys freeze the backbone; None if they leave it open."""

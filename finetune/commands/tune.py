@@ -87,6 +87,7 @@ _TRIAL_OVERRIDES = (
     "run.keep_checkpoints=1",
 )
 _DATA, _SHARD_TIMES = "images or labels", "times of the shards"  # names of inputs
+_READABLE = "the readable images with data.split_seed="
 _SEARCH = TypeAdapter(Search)
 
 
@@ -406,6 +407,8 @@ def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     if teacher := record.get("teacher"):
         keys = ("sha256", "config_sha256")
         inputs["the weights of the teacher"] = json_sha256({key: teacher.get(key) for key in keys})
+    # with data.unreadable=quarantine, another machine may read other images of the same split
+    inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(record["plan"].get("images_read"))
     if times := record.get("shard_times"):
         inputs[_SHARD_TIMES] = json_sha256(times)
     return inputs
@@ -585,7 +588,7 @@ class _Session:
                     "images were not compared"
                 )
             elif changed:
-                is_data = changed[0] == _DATA
+                is_data = changed[0].startswith((_DATA, _READABLE))
                 raise (DataError if is_data else WeightsError)(
                     f"{self.search.source}: {changed[0]} have changed since {what}, so "
                     f"{trial.name} cannot be compared with it; restore them, remove "

@@ -230,6 +230,7 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)
     write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
     record["training_keys"] = training_keys(recipe)
+    record["metrics_changed"] = run.has_changed_metrics()
     record.pop("results_sha256", None)
     write_record(run, record)  # without a checksum, in case the process ends before the next two
     run.write_json("results.json", results)

@@ -19,9 +19,10 @@ from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
 from finetune.errors import FinetuneError, Interrupted, Paused
 from finetune.evaluation.evaluator import Evaluator
+from finetune.files import file_sha256
 from finetune.formatting import pluralize
 from finetune.log import logger
-from finetune.model_checksums import verify_model_folder
+from finetune.model_checksums import verify_model_folder, weights_hashes
 from finetune.models.freeze import set_train_mode
 from finetune.models.lora import load_base_state_dict
 from finetune.models.weights.read import read_tensors
@@ -339,8 +340,8 @@ def _training_inputs(trainer: TrainerState) -> dict[str, Any]:
     return {
         **inputs,
         "labels, classes or shards": trainer.setup.fingerprints(),
-        "pretrained weights": [weights.get(key) for key in ("sha256", "config_sha256")],
-        "teacher": [teacher.get(key) for key in ("sha256", "config_sha256")],
+        "pretrained weights": weights_hashes(weights),
+        "teacher": weights_hashes(teacher),
     }
 
 
@@ -479,14 +480,19 @@ def _check_push_rights(recipe: Recipe) -> None:
 
 
 def _push_to_hub(run: RunDir, recipe: Recipe) -> None:
-    """Push the model to `run.push_to`, unless it was pushed there before, and record the commit."""
+    """Push the model to `run.push_to`, unless these weights were pushed there before."""
+    if recipe.run.push_to is None:
+        return
     record = read_record(run)
-    pushed_to = record.get("pushed", {}).get("repository")
-    if recipe.run.push_to and recipe.run.push_to != pushed_to:
+    target = {
+        "repository": recipe.run.push_to,
+        "weights_sha256": file_sha256(run.model_folder / "model.safetensors"),
+    }
+    if not target.items() <= record.get("pushed", {}).items():
         from finetune.publish.push import push
 
         pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
-        write_record(run, {**record, "pushed": pushed})
+        write_record(run, {**record, "pushed": {**pushed, **target}})
         logger.info(f"pushed to {pushed['url']}, commit {pushed['commit']}")
 
 

@@ -232,9 +232,9 @@ def _next_trial(
 def best_trial(search: Search) -> Trial | None:
     """Return the best finished trial; None if none has finished.
 
-    The first configuration that has finished wins unless another one is better by a standard error,
-    because the best of many accuracies on few images is partly luck. With fewer than
-    `_MIN_VALIDATION_IMAGES`, the difference has to be twice as large.
+    The first configuration that has finished wins unless another one is better by `_Z_BETTER`
+    standard errors, because the best of many accuracies on few images is partly luck; with fewer
+    than `_MIN_VALIDATION_IMAGES`, by `_Z_FEW`.
     """
     if not search.finished:
         return None

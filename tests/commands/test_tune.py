@@ -460,21 +460,24 @@ class TestPortfolio:
         made = build_trials(fake_start(tmp_path))
         assert [(each.name, each.kind) for each in made] == [
             ("start", "head"),
-            ("full-low", "full"),
-            ("full", "full"),  # "head" is the same recipe as "start"
-            ("short-low", "full"),
-            ("layer-decay", "full"),
-            ("augmented", "full"),
+            ("short-augmented", "full"),
             ("lora", "lora"),
-            ("second-head", "head"),
+            ("short-decay", "full"),
+            ("decay-high", "full"),
+            ("second-augmented", "full"),
+            ("augmented", "full"),
+            ("layer-decay", "full"),
+            ("full-low", "full"),
+            ("high", "full"),
+            ("second-head", "head"),  # "head" is the same recipe as "start"
+            ("full", "full"),
             ("second-low", "full"),
             ("other-size", "full"),
             ("mixup", "full"),
-            ("high", "full"),
         ]
         recipes = {each.name: parse_recipe(each.recipe) for each in made}
         assert recipes["full-low"].optim.lr == pytest.approx(1e-3 / 3, rel=0.02)
-        assert recipes["short-low"].optim.epochs == 20
+        assert recipes["short-augmented"].optim.epochs == 20
         assert recipes["second-head"].model.name == "embedded:vit_nano"
         assert recipes["other-size"].model.image_size == 64
         assert str(recipes["mixup"].data.train).endswith("trivial_augment | mixup(0.2)")
@@ -483,7 +486,8 @@ class TestPortfolio:
         asked = ("model.freeze=none", "optim.lr=0.01", "data.train=resize", "run.push_to=me/x")
         made = build_trials(fake_start(tmp_path, *asked))
         assert [each.name for each in made] == [
-            *("start", "short-low", "layer-decay", "augmented", "lora", "mixup", "high"),
+            *("start", "short-augmented", "lora", "short-decay", "decay-high"),
+            *("second-augmented", "augmented", "layer-decay", "high", "mixup"),
         ]
         recipes = [parse_recipe(each.recipe) for each in made]
         assert {(each.optim.lr, each.data.train) for each in recipes} == {(0.01, "resize")}
@@ -500,7 +504,7 @@ class TestPortfolio:
         def seconds(measured: float | None) -> float:
             choice = replace(created.choice, score=score, frozen=False, epochs=10, seconds=measured)
             made = {each.name: each for each in build_trials(replace(created, choice=choice))}
-            return made["short-low"].estimated_seconds
+            return made["short-augmented"].estimated_seconds
 
         # 20 epochs of 80 images, each with an evaluation of 20 images
         assert seconds(1000) - seconds(500) == pytest.approx(1000)

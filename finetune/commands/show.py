@@ -200,15 +200,16 @@ def draw_attention_rollout(
     return figure
 
 
-def draw_patch_filters(network: Any) -> Figure:
+def draw_patch_filters(network: Any, *, num_components: int = 28) -> Figure:
     """Draw the principal components of the patch embedding filters.
 
     Args:
         network: a network whose first layer reads RGB patches.
+        num_components: number of components, the strongest first.
     Raises: WeightsError if the network has no such first layer.
     Source: ViT paper, figure 7 (left).
     """
-    filters = patch_filters(network)
+    filters = patch_filters(network, num_components=num_components)
     columns = min(7, len(filters))
     rows = math.ceil(len(filters) / columns)
     with matplotlib_style():

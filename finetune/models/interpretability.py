@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _SOFTMAX_FUNCTIONS = {Tensor.softmax, torch.softmax, F.softmax}
-_NUM_COMPONENTS = 28  # as in the ViT paper
 _TOKEN_POOLINGS = ("token", "avg", "avgmax", "max", "map")  # values of timm's global_pool
 
 
@@ -222,13 +221,15 @@ def attention_weights(
     return scores.softmax(dim=-1)
 
 
-def patch_filters(network: nn.Module) -> np.ndarray:
+def patch_filters(network: nn.Module, *, num_components: int = 28) -> np.ndarray:
     """Compute the principal components of the first layer's filters, as small RGB images.
 
     Args:
         network: a network whose first layer reads RGB patches.
-    Returns: the first 28 components, largest variance first, (28, height, width, 3), each scaled to
-        [0, 1], where 0.5 stands for 0; at most the number of filters minus 1.
+        num_components: number of components, largest variance first; at most the number of filters
+            minus 1.
+    Returns: (num_components, height, width, 3), each component scaled to [0, 1], where 0.5
+        stands for 0.
     Raises: WeightsError if the first layer does not read RGB patches.
     Source: ViT paper, figure 7 (left).
     """
@@ -236,7 +237,7 @@ def patch_filters(network: nn.Module) -> np.ndarray:
     number, channels, height, width = weight_DChw.shape
     flat = weight_DChw.double().flatten(1).numpy()
     _, _, axes = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
-    axes = axes[: min(_NUM_COMPONENTS, number - 1)]
+    axes = axes[: min(num_components, number - 1)]
     # the sign of a component is arbitrary: make the largest value positive
     largest = np.take_along_axis(axes, np.abs(axes).argmax(axis=1)[:, None], axis=1)
     axes = axes * np.sign(largest)

@@ -205,14 +205,19 @@ def plot_metrics(metrics: Mapping[str, Any], class_names: Sequence[str]) -> dict
     return figures
 
 
-def plot_confusion_matrix(confusion: ConfusionMatrix, class_names: Sequence[str]) -> Figure:
+def plot_confusion_matrix(
+    matrix: ConfusionMatrix | Sequence[Sequence[int]], class_names: Sequence[str]
+) -> Figure:
     """Plot a confusion matrix, colored by the share of the true class (row-normalized).
 
     Args:
-        confusion: the counts. With more than 1,000 classes, only the 20 most confused ones are
-            drawn.
+        matrix: K x K counts, with a row per true class and a column per predicted class. With more
+            than 1,000 classes, only the 20 most confused ones are drawn.
         class_names: names of the K classes; long names are shortened.
     """
+    confusion = (
+        matrix if isinstance(matrix, ConfusionMatrix) else ConfusionMatrix.from_dense(matrix)
+    )
     title = f"{confusion.num_classes} classes"
     classes = np.arange(confusion.num_classes)
     if confusion.num_classes > MAX_DENSE_CLASSES:

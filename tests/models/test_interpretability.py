@@ -253,7 +253,8 @@ def test_patch_filters_are_the_principal_components() -> None:
     weights = torch.randn(32, 1, 1, 1) * 5 * first / first.norm()
     weights += torch.randn(32, 1, 1, 1) * second / second.norm() + 3.0  # the mean must be ignored
     model.patch_embed.proj.weight.data.copy_(weights)
-    filters = patch_filters(model)[:2]
+    filters = patch_filters(model, num_components=2)
+    assert filters.shape == (2, 8, 8, 3)
     for image, direction in zip(filters, (first, second), strict=True):
         flat = (image - 0.5).transpose(2, 0, 1).ravel()
         cosine = flat @ direction.numpy().ravel() / np.linalg.norm(flat) / direction.norm().item()

@@ -33,7 +33,7 @@ from finetune.formatting import MISSING, format_mean_std, markdown_table, plural
 from finetune.log import logger
 from finetune.recipe.load import Claim, load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.training_keys import training_keys_without_seed
+from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
 from finetune.report.comparison import differing_settings, unstated_differences
 from finetune.report.run_data import Run, read_run
 
@@ -283,10 +283,8 @@ def _used_other_images(runs_by_entry: Mapping[str, Sequence[Run]], direction: Di
     """Return True if the runs of two entries used different images of the same source."""
     names = (direction.run, direction.below or "")
     runs = [run for name in names for run in runs_by_entry.get(name, ())]
-    settings = differing_settings([run.recipe for run in runs])
-    if not runs or any(key.startswith("data.") for key, _ in settings):
-        return False
-    if not (inputs := unstated_differences(runs)):
+    keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
+    if not runs or names_other_inputs(keys, "data") or not (inputs := unstated_differences(runs)):
         return False
     logger.warning(
         f"{direction.run} and {direction.below}: their runs used different {' and '.join(inputs)}, "

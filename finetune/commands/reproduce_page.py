@@ -266,7 +266,7 @@ def directions_table(
             measured = f"{direction.metric}, slope per epoch: {slope}"
         else:
             pairs = [(value, theirs.get(seed)) for seed, value in ours.items()]
-            if _used_other_images(runs_by_entry, direction):
+            if _warn_of_other_inputs(runs_by_entry, direction):
                 pairs = []
             answers = [value < other for value, other in pairs if None not in (value, other)]
             both = (_format_metric_mean(direction.metric, part.values()) for part in (ours, theirs))
@@ -279,8 +279,11 @@ def directions_table(
     return _table_lines(header, rows)
 
 
-def _used_other_images(runs_by_entry: Mapping[str, Sequence[Run]], direction: Direction) -> bool:
-    """Return True if the runs of two entries used different images of the same source."""
+def _warn_of_other_inputs(runs_by_entry: Mapping[str, Sequence[Run]], direction: Direction) -> bool:
+    """Log a warning if the runs of two entries used different images or weights of one name.
+
+    Returns: True if they did, so that the runs are not comparable.
+    """
     names = (direction.run, direction.below or "")
     runs = [run for name in names for run in runs_by_entry.get(name, ())]
     keys = [key for key, _ in differing_settings([run.recipe for run in runs])]

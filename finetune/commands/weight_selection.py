@@ -57,10 +57,12 @@ __all__ = [
 
 MAX_SCORED_IMAGES = 500  # the time to fit grows with the third power
 MIN_SCORED_IMAGES = 64  # in the first round; with fewer, two networks differ by chance
-MAX_SECONDS_PER_SCORE = 3.0  # for one network at one image size
+MAX_SECONDS_PER_SCORE = 5.0  # for one network at one image size
 MAX_SECONDS = 30.0  # for all networks; those that were not reached are left out
 _L2_WEIGHTS = (1e2, 1e3, 1e4)  # of ridge regression on standardized features; the best one counts
-_GAIN_PER_DOUBLING = 0.01  # accuracy that twice the time must bring
+_GAIN_PER_DOUBLING = 0.005  # accuracy that twice the time must bring, in long runs
+# A forward pass over the training images, in a run of all weights that takes about a minute.
+_SHORT_PASS_SECONDS = 1.5
 _Z = 1.96  # a 95 % interval extends this many standard errors to each side
 _Z_EQUAL = 0.25  # networks whose adjusted accuracies differ by fewer standard errors count as equal
 _MIN_IMAGE_SIZE = 128  # below, features of networks pretrained at larger sizes lose accuracy
@@ -100,6 +102,7 @@ class Score:
     Attributes:
         accuracy: leave-one-out top-1 accuracy; for multi-label data, the mean average precision.
         num_images: number of training images that it was measured on.
+        num_train: number of training images of the run.
         forward_seconds: time per image of a forward pass.
         eval_spec: the evaluation transforms.
         has_batch_norm: True if the network has batch norm.
@@ -109,6 +112,7 @@ class Score:
     candidate: Candidate
     accuracy: float
     num_images: int
+    num_train: int
     forward_seconds: float
     eval_spec: str
     has_batch_norm: bool
@@ -116,14 +120,21 @@ class Score:
 
     @property
     def adjusted_accuracy(self) -> float:
-        """The accuracy, reduced by a point for each doubling of the time per image."""
-        return self.accuracy - _GAIN_PER_DOUBLING * math.log2(self.forward_seconds)
+        """The accuracy, minus half a point for each doubling of the time beyond a short run."""
+        pass_seconds = self.forward_seconds * self.num_train
+        return self.accuracy - _GAIN_PER_DOUBLING * math.log2(
+            max(1.0, pass_seconds / _SHORT_PASS_SECONDS)
+        )
 
     @property
     def standard_error(self) -> float:
         """The standard error of the accuracy; never 0, so that a single image never decides."""
         variance = self.accuracy * (1 - self.accuracy) * self.num_images
         return math.sqrt(variance + 1) / max(self.num_images, 1)
+
+    def may_beat(self, best: Score) -> bool:
+        """Return False if the adjusted accuracy is below the 95 % interval of the best one."""
+        return self.adjusted_accuracy >= best.adjusted_accuracy - _Z * best.standard_error
 
     def __str__(self) -> str:
         if not self.has_features:
@@ -268,20 +279,13 @@ def _compete(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
 
 
 def _drop_worse(contenders: list[_Scorer], dropped: list[_Scorer]) -> None:
-    """Sort networks, best first, and move those that are clearly worse to `dropped`.
-
-    A network is clearly worse if its adjusted accuracy is below the 95 % interval of the best one.
-    """
+    """Sort networks, best first, and move those that are clearly worse to `dropped`."""
     by_score = {each.score: each for each in contenders}
     ranked = sort_scores(list(by_score))
     highest = max(ranked, key=lambda score: score.adjusted_accuracy)
-
-    def may_win(score: Score) -> bool:
-        return score.adjusted_accuracy >= highest.adjusted_accuracy - _Z * highest.standard_error
-
-    contenders[:] = [by_score[score] for score in ranked if may_win(score)]
+    contenders[:] = [by_score[score] for score in ranked if score.may_beat(highest)]
     for score in ranked:
-        if not may_win(score):
+        if not score.may_beat(highest):
             by_score[score].release_network()
             dropped.append(by_score[score])
 
@@ -336,6 +340,7 @@ class _Scorer:
             candidate,
             accuracy=0.0,
             num_images=0,
+            num_train=setup.num_samples,
             forward_seconds=seconds,
             eval_spec=setup.eval_pipeline.transform_spec,
             has_batch_norm=bool(batch_norm_layers(setup.built.model)),

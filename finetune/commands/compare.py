@@ -22,6 +22,7 @@ from finetune.bench.timer import synchronize
 from finetune.commands.evaluate import (
     SPLITS,
     TASKS,
+    check_same_models_on_all_ranks,
     check_split_name,
     open_evaluation_data,
     prepare_evaluation,
@@ -56,7 +57,6 @@ from finetune.formatting import (
 from finetune.host_resources import num_cores
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.model_checksums import weights_hashes
 from finetune.models.exported import ExportedPipeline, load_model
 from finetune.models.save import BuiltModel
 from finetune.progress import item_bar
@@ -65,7 +65,7 @@ from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
 from finetune.run.directory import format_json
 from finetune.run.record import describe_split_decisions, load_run_recipe
-from finetune.training.accelerator import check_same_on_all_ranks, create_run_accelerator
+from finetune.training.accelerator import create_run_accelerator
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -134,7 +134,7 @@ def compare_models(
     source, split, data_changed = open_evaluation_data(
         first, recipes[0], section, seed=seed, split=split, accelerator=accelerator
     )
-    check_same_on_all_ranks({"weights": [weights_hashes(each.provenance) for each in built]})
+    check_same_models_on_all_ranks(built)
     if accelerator.is_main_process:
         for name, recipe in zip(names, recipes, strict=True):
             warn_of_training_images(name, recipe, source, split)

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SPLITS",
     "TASKS",
+    "check_same_models_on_all_ranks",
     "check_split_name",
     "evaluate_model",
     "format_evaluation",
@@ -179,7 +180,7 @@ def evaluate_model(
     source, split, data_changed = open_evaluation_data(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
-    check_same_on_all_ranks({"weights": weights_hashes(built.provenance)})
+    check_same_models_on_all_ranks([built])
     if accelerator.is_main_process:
         warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(
@@ -279,6 +280,16 @@ def open_evaluation_data(
         check_same_data_on_all_ranks(accelerator, source, [name])
     data_changed = is_training_data and warn_if_changed(model, source, name, is_main=is_main)
     return source, name, data_changed
+
+
+def check_same_models_on_all_ranks(models: Sequence[BuiltModel]) -> None:
+    """Raise SetupError on every rank if one of them has other models."""
+    check_same_on_all_ranks(
+        {
+            "weights": [weights_hashes(each.provenance) for each in models],
+            "temperature or thresholds": [(each.temperature, each.thresholds) for each in models],
+        }
+    )
 
 
 def prepare_evaluation(

@@ -269,6 +269,8 @@ def _open_export(path: Path, name: str) -> BuiltModel:
             "source": name,
             "file": path.name,
             "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+            "config_sha256": json_sha256(export.model_dump(mode="json")),
             "calibrated_on": export.source.get("calibrated_on"),  # split of the temperature
         },
         export.classes,
@@ -298,8 +300,12 @@ def read_export_record(path: Path, model: Path) -> dict[str, Any]:
             code="weights.damaged",
         )
     expected = record.export.sha256
-    files = [file for file in (model, model.with_name(f"{model.name}.data")) if file.is_file()]
-    if not {file_sha256(file) for file in files} <= {*expected.values()}:
+    # the file may have been renamed, but refers to its .data by the first name
+    name = {sha256: name for name, sha256 in expected.items()}.get(file_sha256(model))
+    others = [model.with_name(other) for other in expected if other != name]
+    if name is None or not all(
+        other.is_file() and file_sha256(other) == expected[other.name] for other in others
+    ):
         raise WeightsError(
             f"{path}: describes another file than {model}, or the file was changed after its "
             "export; restore it from a copy, or export the model again",

@@ -29,6 +29,7 @@ from finetune.run.record import (
     have_other_test_images,
     read_recipe,
     read_record,
+    read_trained_recipe,
     training_identity,
 )
 
@@ -75,7 +76,7 @@ def write_artifacts(
         with_plots: False to leave out the plots and the results of other seeds, which saves a
             second.
     """
-    recipe = read_recipe(run)
+    recipe = read_trained_recipe(run)
     content = replace(
         _write_data_and_collect_card(folder, run, recipe, results), repository=repository
     )
@@ -103,7 +104,7 @@ def write_averaged_artifacts(
         results: metrics of the averaged weights, with the key "average", see `average_runs`.
         leaks: leaks of all averaged runs, for the card.
     """
-    content = _write_data_and_collect_card(folder, run, read_recipe(run), results)
+    content = _write_data_and_collect_card(folder, run, read_trained_recipe(run), results)
     card = render_card(replace(content, record={**content.record, "leakage": [*leaks]}))
     (folder / "README.md").write_text(card, encoding="utf-8")
     add_description_checksums(folder)

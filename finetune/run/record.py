@@ -19,7 +19,7 @@ from finetune.recipe.training_keys import (
     training_keys,
     training_keys_without_seed,
 )
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, resume_command
 from finetune.run.schema import RunRecord
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "read_finished_results",
     "read_recipe",
     "read_record",
+    "read_trained_recipe",
     "record_status",
     "shard_times",
     "training_identity",
@@ -159,17 +160,44 @@ def read_recipe(run: RunDir) -> Recipe:
     return recipe
 
 
+def read_trained_recipe(run: RunDir) -> Recipe:
+    """Read recipe.yaml with the data that the run was trained on, without secrets in its URL.
+
+    Raises: same as `read_recipe`.
+    """
+    recipe = read_recipe(run)
+    trained = read_record(run)["training_keys"]["data"]
+    names = (key.partition(".")[2] for key in LOCATION_KEYS)
+    data = recipe.data.model_copy(update={name: trained.get(name) for name in names})
+    return recipe.model_copy(update={"data": data})
+
+
 def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | None:
     """Read the recipe of a run directory; None if `run` is a model folder or a model name.
 
+    Warns if the model of the run may be older than its recipe.
+
     Args:
         data: source string of the run's data where it is now; None keeps the recorded one.
-    Raises: same as `read_recipe`.
+    Raises: CheckpointError if there is no recipe, or as `read_recipe`.
     """
     folder = Path(run)
-    if not all((folder / name).is_file() for name in ("run.json", "recipe.yaml")):
+    if not (folder / "run.json").is_file():
         return None
-    recipe = read_recipe(RunDir(folder))
+    if not (folder / "recipe.yaml").is_file():
+        raise CheckpointError(
+            f"{folder}: has a run.json, but no recipe.yaml, which says how images are prepared; "
+            "restore it, for example from model/recipe.yaml",
+            code="checkpoint.damaged",
+        )
+    directory = RunDir(folder)
+    recipe = read_recipe(directory)
+    status = read_record(directory).get("status", "unknown")
+    if directory.model_folder.is_dir() and not status.startswith("done"):
+        warn_once(
+            f"{folder}: is not finished ({status}), so its model may be that of a shorter "
+            f"training; continue: {resume_command(folder)}"
+        )
     if data is None:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": data})})

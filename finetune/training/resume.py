@@ -50,8 +50,9 @@ __all__ = [
 
 _DATA_FAILED = f"failed ({DataError.exit_code})"  # status in run.json
 
-# Environment variables of oneDNN and MKL; some of them change instructions or precision.
-_NUMERIC_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_")
+# Environment variables of oneDNN, MKL, ATen and timm; some change instructions, precision or
+# kernels.
+_NUMERIC_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_", "TIMM_")
 # These keys may change if the learning rate of all steps so far stays the same.
 _LENGTH_KEYS = {"optim.epochs", "optim.steps"}
 # Entries of run.json that are written at the end of a run, and removed when it continues.

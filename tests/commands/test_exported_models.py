@@ -25,7 +25,10 @@ from finetune.commands.export import export_model
 from finetune.commands.predict import predict
 from finetune.data.from_recipe import open_data
 from finetune.data.open_source import open_source
+from finetune.files import file_sha256
 from finetune.inference import Classifier
+from finetune.model_checksums import json_sha256, weights_hashes
+from finetune.models.exported import load_model, read_export_record
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
 
@@ -360,3 +363,29 @@ def test_rounded_probabilities_give_finite_metrics(
     evaluated = evaluate_model(str(file), data=DIGITS)
     assert 1 < evaluated["calibrated"]["loss"] < 90
     assert len(json.loads(entry.value)) == 10
+
+
+def test_the_record_covers_the_weights_of_a_renamed_file(tmp_path: Path) -> None:
+    file, weights = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
+    file.write_text("the graph, which names a.onnx.data")
+    weights.write_text("the weights")
+    content: dict[str, Any] = {
+        "export": {"sha256": {f.name: file_sha256(f) for f in (file, weights)}}
+    }
+    path = tmp_path / "a.onnx.json"
+    path.write_text(json.dumps({**content, "checksum": json_sha256(content)}))
+    renamed = file.rename(tmp_path / "b.onnx")
+    assert read_export_record(path, renamed)["export"] == content["export"]
+    for damage in (lambda: weights.write_text("other weights"), weights.unlink):
+        damage()
+        with refused("weights.damaged", "b.onnx"):
+            read_export_record(path, renamed)
+
+
+def test_an_exported_model_has_the_hashes_that_ranks_compare(exports: Callable[..., Path]) -> None:
+    hashes = [
+        weights_hashes(load_model(str(exports("multiclass", preprocessing=each))).provenance)
+        for each in (True, False)
+    ]
+    assert None not in {*hashes[0], *hashes[1]}
+    assert hashes[0][0] != hashes[1][0]

@@ -516,7 +516,11 @@ def test_features_are_the_pre_logits_of_each_image(
             continue
         image = torch.from_numpy(decode_image(row["path"])).permute(2, 0, 1)
         with torch.no_grad():
-            expected_BD = compute_pre_logits(classifier.network, classifier.pipeline(image[None]))
+            images_BCHW = classifier.pipeline(image[None])
+            expected_BD = compute_pre_logits(classifier.network, images_BCHW)
+            if tta is not None:
+                flipped_BD = compute_pre_logits(classifier.network, images_BCHW.flip(3))
+                expected_BD = (expected_BD + flipped_BD) / 2
         assert entry["features"] == pytest.approx(expected_BD[0].tolist(), abs=1e-5)
 
 

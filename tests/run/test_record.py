@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from logs import logged
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 
@@ -17,9 +18,11 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
 from finetune.run.record import (
+    load_run_recipe,
     read_finished_results,
     read_recipe,
     read_record,
+    read_trained_recipe,
     record_status,
     write_record,
 )
@@ -156,3 +159,30 @@ def test_files_that_are_changed_after_the_run_ended_are_noticed(
     write_record(run, {**record, "status": "running"})  # by hand: a resume removes the checksums
     with refused("checkpoint.damaged", tmp_path / "results.json"):
         run.read_json("results.json")
+
+
+def test_a_run_without_its_recipe_is_no_model_folder(tmp_path: Path) -> None:
+    assert load_run_recipe(tmp_path) is None
+    (tmp_path / "run.json").write_text('{"status": "done"}')
+    with refused("checkpoint.damaged", "no recipe.yaml", "model/recipe.yaml"):
+        load_run_recipe(tmp_path)
+
+
+def test_the_model_of_a_run_that_continues_may_be_older(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe_text())
+    (tmp_path / "model").mkdir()
+    for status, is_warned in (("done", False), ("stopped (130)", True)):
+        (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+        lines: list[str] = []
+        with logged(lines):
+            load_run_recipe(tmp_path)
+        assert any("is not finished (stopped (130))" in line for line in lines) is is_warned
+
+
+def test_a_card_names_the_data_that_the_run_was_trained_on(tmp_path: Path) -> None:
+    recipe = parse_recipe(tiny_recipe_text())
+    write_record(RunDir(tmp_path), {"training_keys": training_keys(recipe)})
+    moved = parse_recipe(tiny_recipe_text(source="hub:famous/benchmark"))
+    (tmp_path / "recipe.yaml").write_text(moved.to_yaml())
+    assert read_recipe(RunDir(tmp_path)) == moved
+    assert read_trained_recipe(RunDir(tmp_path)) == recipe

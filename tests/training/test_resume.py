@@ -108,9 +108,9 @@ def test_resume_allows_only_changes_that_do_not_affect_training(run: RunDir) -> 
 
 
 def test_no_secret_is_recorded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MKL_TOKEN", "canary0mkl0f00d")
+    monkeypatch.setenv("TIMM_TOKEN", "canary0timm0f00d")
     start(run, make_setup())
-    assert read_record(run)["numerics"]["variables"]["MKL_TOKEN"] == "***"
+    assert read_record(run)["numerics"]["variables"]["TIMM_TOKEN"] == "***"
 
 
 def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
@@ -126,13 +126,13 @@ def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
     assert f"results will differ in the last bits: {', '.join(changes)}" in lines
     record = read_record(run)
     assert record["numerics_changed"] == changes
-    old = {"run.threads": -1, "instructions": ["none"], "variables": {"MKL_CBWR": "AVX2"}}
+    old = {"run.threads": -1, "instructions": ["none"], "variables": {"TIMM_FUSED_ATTN": "0"}}
     write_record(run, {**record, "numerics": {**record["numerics"], **old}})
     start(run, make_setup("data.micro_batch=4"), resume=True, num_processes=2)
     threads, instructions, variable = read_record(run)["numerics_changed"][2:]
     assert threads == f"run.threads -1 -> {torch.get_num_threads()}"
     assert instructions.startswith("instructions ['none'] -> ")
-    assert variable.startswith("variables {'MKL_CBWR': 'AVX2'} -> {")
+    assert variable.startswith("variables {'TIMM_FUSED_ATTN': '0'} -> {")
 
 
 def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import timm
@@ -35,11 +36,12 @@ from safetensors.torch import load_file
 from small_datasets import random_png, write_image_folder, write_parquet
 
 from finetune.commands.compare import compare_models
-from finetune.commands.evaluate import evaluate_model
+from finetune.commands.evaluate import check_same_models_on_all_ranks, evaluate_model
 from finetune.commands.probe import probe_model
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import PixelStore
 from finetune.errors import HubError
+from finetune.models.save import BuiltModel
 from finetune.publish.artifacts import PUBLISHED_FILES
 from finetune.run.directory import RunDir
 from finetune.training.setup import TrainingSetup, build_setup
@@ -509,3 +511,11 @@ def read_other_images_on_rank_1(folder: Path) -> None:
     ):
         with refused("setup.ranks_differ", "rank 1", "images of 'test'"):
             command()
+    same: dict[str, Any] = {"provenance": {}, "temperature": None, "thresholds": None}
+    rank = os.environ["RANK"]
+    for changed, name in (
+        ({"provenance": {"sha256": rank}}, "weights"),
+        ({"temperature": 1.0 + int(rank)}, "temperature or thresholds"),
+    ):
+        with refused("setup.ranks_differ", f"in {name};"):
+            check_same_models_on_all_ranks([cast(BuiltModel, SimpleNamespace(**same | changed))])

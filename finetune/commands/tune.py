@@ -408,7 +408,8 @@ def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
         keys = ("sha256", "config_sha256")
         inputs["the weights of the teacher"] = json_sha256({key: teacher.get(key) for key in keys})
     # with data.unreadable=quarantine, another machine may read other images of the same split
-    inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(record["plan"].get("images_read"))
+    readable = [record["plan"].get(key) for key in ("images_read", "val_images_read")]
+    inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(readable)
     if times := record.get("shard_times"):
         inputs[_SHARD_TIMES] = json_sha256(times)
     return inputs

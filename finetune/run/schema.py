@@ -49,7 +49,8 @@ class PlanRecord(TypedDict, total=False):
 
     steps: Annotated[int, Field(gt=0, lt=2**53)]
     steps_per_epoch: Annotated[float, Field(gt=0, lt=1e300)]
-    images_read: _Count
+    images_read: _Count  # readable training images
+    val_images_read: _Count  # only with a validation split
     trainable_parameters: _Count
     images: dict[str, Any]
     weights: dict[str, Any]

@@ -523,19 +523,26 @@ def _recorded_num_steps(record: RunRecord, setup: TrainingSetup) -> int:
     return steps
 
 
-def record_plan(run: RunDir, setup: TrainingSetup, *, start_step: int) -> None:
-    """Write the plan to run.json, once the number of readable images is known.
+def record_plan(
+    run: RunDir, setup: TrainingSetup, *, start_step: int, num_val: int | None = None
+) -> None:
+    """Write the plan to run.json, once the numbers of readable images are known.
 
+    Args:
+        start_step: step of the checkpoint; 0 to start from scratch.
+        num_val: number of readable validation images; None without a validation split.
     Raises: DataError if a resumed run can read more or fewer images than before.
     """
     record = read_record(run)
-    plan = setup.plan()
-    recorded_images = record.get("plan", plan).get("images_read", plan["images_read"])
-    if start_step and recorded_images != plan["images_read"]:
-        raise DataError(
-            f"{setup.recipe.data.source}: {recorded_images} training images were readable when the "
-            f"run started, {plan['images_read']} are now; use the same images as then (finetune "
-            "data scan SOURCE lists those that cannot be read)",
-            code="data.changed",
-        )
+    plan = setup.plan() | ({} if num_val is None else {"val_images_read": num_val})
+    recorded = record.get("plan", plan)
+    for key, what in (("images_read", "training"), ("val_images_read", "validation")):
+        before, now = recorded.get(key, plan.get(key)), plan.get(key)
+        if start_step and before != now:
+            raise DataError(
+                f"{setup.recipe.data.source}: {before} {what} images were readable when the run "
+                f"started, {now} are now; use the same images as then (finetune data scan SOURCE "
+                "lists those that cannot be read)",
+                code="data.changed",
+            )
     write_record(run, {**record, "plan": cast(PlanRecord, plan)})

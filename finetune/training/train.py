@@ -316,8 +316,11 @@ def _prepare_data(trainer: TrainerState, start_step: int) -> tuple[AnyLoader, An
         trainer.load_checkpoint(start_step)
     train_loader = trainer.build_train_loader()
     setup = trainer.setup
-    run_on_main(accelerator, lambda: record_plan(run, setup, start_step=start_step))
     val_loader = trainer.build_loader(splits["val"], train=False) if "val" in splits else None
+    num_val = None if val_loader is None else len(val_loader.labels)
+    run_on_main(
+        accelerator, lambda: record_plan(run, setup, start_step=start_step, num_val=num_val)
+    )
     run_on_main(accelerator, lambda: warn_of_equal_pixels(run, train_loader, val_loader))
     resolve_micro_batch_size(trainer, train_loader)
     if trainer.recipe.run.trackers:

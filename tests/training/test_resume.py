@@ -551,11 +551,13 @@ def test_resume_refuses_a_run_without_its_record(run: RunDir) -> None:
 def test_resume_refuses_another_number_of_readable_images(run: RunDir) -> None:
     setup = make_setup()
     start(run, setup)
-    record_plan(run, setup, start_step=0)
+    record_plan(run, setup, start_step=0, num_val=19)
     assert read_record(run)["plan"]["images_read"] == setup.num_samples
+    with refused("data.changed", "19 validation images", "20 are now"):
+        record_plan(run, setup, start_step=2, num_val=20)
     setup = setup.with_num_samples(setup.num_samples - 1)
     with refused("data.changed", setup.num_samples, setup.num_samples + 1):
-        record_plan(run, setup, start_step=2)
+        record_plan(run, setup, start_step=2, num_val=19)
 
 
 def test_run_with_quarantined_images_resumes_with_its_number_of_steps(run: RunDir) -> None:

@@ -25,7 +25,10 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
     metric = search["metric"]
     rows: list[dict[str, Any]] = []
     histories: list[tuple[str, list[dict[str, Any]]]] = []
+    tried = {each["trial"] for each in search["decisions"]}
     for trial in search["trials"]:
+        if trial["name"] not in tried:
+            continue
         row = {**trial, "color": None, "value": None, "accuracy": "", "steps": "", "time": ""}
         if curve := trial["curve"]:
             points = [{"split": "val", **point, metric: point["value"]} for point in curve]
@@ -45,8 +48,8 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
         used=format_duration(search["used_seconds"]),
         minutes=f"{search['minutes']:g}",
         metric="mAP" if metric == "map" else "Accuracy",
-        num_started=len(histories),
         trials=rows,
+        untried=[trial["name"] for trial in search["trials"] if trial["name"] not in tried],
         curves=[to_svg(plots.plot_run_comparison(histories, key=key)) for key in (metric, "loss")],
         chosen=search["chosen"],
         decisions=[

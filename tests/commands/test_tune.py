@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from finetune.errors import DivergedError, Interrupted
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
+from finetune.report.search_page import write_search_page
 from finetune.run.directory import RunDir
 from finetune.run.record import read_record
 from finetune.training import finalize
@@ -170,6 +171,14 @@ class TestDecisions:
         Machine().run(search, tmp_path)
         started = list(dict.fromkeys(name for name, _ in plan(search)))
         assert started == ["start", "c", "a", "b"]  # nothing is recorded of b
+
+    def test_the_page_lists_what_was_not_tried(self, no_plots: None, tmp_path: Path) -> None:
+        search = make_search(minutes=3)
+        Machine().run(search, tmp_path)
+        write_search_page(tmp_path, asdict(search))
+        page = (tmp_path / "trials.html").read_text(encoding="utf-8")
+        assert "2 of 8 configurations tried" in page
+        assert "Not tried: b, c, d, e, f, g." in page
 
     def test_few_images_decide_only_with_other_splits(self, tmp_path: Path) -> None:
         """0.7 and 0.9 on 40 images differ; further splits confirm it on more than 200."""

@@ -28,6 +28,7 @@ __all__ = [
     "has_redacted_url",
     "holds_secret",
     "install_hint",
+    "is_lost_connection",
     "is_out_of_memory",
     "redact_secrets",
     "redact_urls",
@@ -95,6 +96,10 @@ _OUT_OF_MEMORY_MESSAGES = (
     "ALLOC_FAILED",
     "ALLOCATION_FAILED",
     "can't allocate memory",
+)
+# messages of gloo and NCCL
+_LOST_CONNECTION = re.compile(
+    r"gloo|nccl|closed by peer|reset by peer|timed out waiting", re.IGNORECASE
 )
 _MIN_SECRET_LENGTH = 8  # shorter values are switches, such as TOKENIZERS_PARALLELISM=false
 
@@ -235,6 +240,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     # compare torch's class by name, because this module does not import torch
     named = type(error).__name__ == "OutOfMemoryError"
     return named or any(words in str(error) for words in _OUT_OF_MEMORY_MESSAGES)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return True if the connection to the other ranks has failed or timed out."""
+    # compare torch's class by name, because this module does not import torch
+    if any(base.__name__ == "DistError" for base in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
 
 
 def redact_secrets(text: str) -> str:

@@ -31,6 +31,7 @@ from finetune.errors import (
     RegressionError,
     SetupError,
     escape_control_chars,
+    is_lost_connection,
     is_out_of_memory,
     redact_secrets,
 )
@@ -52,6 +53,10 @@ _OUT_OF_MEMORY_HELP = (
 _OUT_OF_MEMORY_IN_IMPORT_HELP = (
     "out of memory while a library was loaded; raise the memory limit of this process "
     "('ulimit -v unlimited') or of its container, or end other programs"
+)
+_LOST_PROCESS_HELP = (
+    "another process of this launch has ended or does not answer; if it printed a message, that "
+    "names the cause"
 )
 
 
@@ -114,6 +119,8 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
             in_import = isinstance(error, ImportError)
             text = _OUT_OF_MEMORY_IN_IMPORT_HELP if in_import else _OUT_OF_MEMORY_HELP
             return _report_error(SetupError(text, code="setup.memory"), state)
+        if "RANK" in os.environ and is_lost_connection(error):
+            return _report_error(SetupError(_LOST_PROCESS_HELP, code="setup.lost_process"), state)
         message = f"internal error: {type(error).__name__}: {error}".strip().splitlines()[0]
         internal = FinetuneError(f"{message}; run again with --debug")
         internal.printed_by_other_rank = getattr(error, "printed_by_other_rank", False)

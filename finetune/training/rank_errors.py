@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,14 @@ from typing import Any
 
 import torch
 
-from finetune.errors import DivergedError, FinetuneError, Interrupted, RecipeError, SetupError
+from finetune.errors import (
+    DivergedError,
+    FinetuneError,
+    Interrupted,
+    RecipeError,
+    SetupError,
+    is_lost_connection,
+)
 from finetune.training.launcher import Launcher
 
 __all__ = ["RankErrors", "error_from_rank"]
@@ -31,10 +37,6 @@ __all__ = ["RankErrors", "error_from_rank"]
 POLL_SECONDS = 0.5
 STORE_TIMEOUT_SECONDS = 3.0  # a store on this machine or network answers in milliseconds
 LINGER_SECONDS = 5.0  # other ranks wait this long for rank 0 to write run.json
-
-_LOST_CONNECTION = re.compile(
-    r"gloo|nccl|closed by peer|reset by peer|timed out waiting", re.IGNORECASE
-)
 
 
 class RankErrors:
@@ -112,7 +114,7 @@ class RankErrors:
         if self.world_size == 1 or error is self._known_cause or isinstance(error, GeneratorExit):
             return error
         self._known_cause = (
-            self._cause_of_lost_connection(error) if _is_lost_connection(error) else error
+            self._cause_of_lost_connection(error) if is_lost_connection(error) else error
         )
         if self._known_cause is error and not getattr(error, "printed_by_other_rank", False):
             self._publish_error(error)
@@ -224,10 +226,3 @@ def _ends_every_rank(error: BaseException) -> bool:
     """True if every rank ends with this error, or if another rank failed and prints it."""
     is_shared = isinstance(error, (Interrupted, DivergedError, RecipeError))
     return is_shared or getattr(error, "printed_by_other_rank", False)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """True if the connection to the other ranks has failed or timed out."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None

@@ -56,6 +56,15 @@ def test_an_unexpected_error_is_one_line(capsys: Captured) -> None:
     assert capsys.readouterr() == ("", message)
 
 
+def test_a_lost_connection_to_another_process_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+    assert failing_program(lost)("go") == 5
+    assert capsys.readouterr().err.startswith("another process of this launch has ended")
+
+
 @pytest.mark.parametrize("arguments", [["--debug", "go"], ["go", "--debug"]])
 @pytest.mark.parametrize("error", [ValueError("cause"), DataError("cause")])
 def test_a_traceback_only_with_debug(

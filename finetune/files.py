@@ -30,6 +30,7 @@ __all__ = [
     "fsync_file",
     "fsync_folder",
     "git_blob_sha1",
+    "is_outside_link",
     "make_writable_folder",
     "open_regular_file",
     "read_untrusted_json",
@@ -77,6 +78,18 @@ def open_regular_file(path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
         file.close()
         raise ValueError(f"{size:,} bytes are more than the {max_bytes:,} allowed")
     return file
+
+
+def is_outside_link(path: Path, folder: Path) -> bool:
+    """Return True for a symlink that points outside its folder or to a hidden file.
+
+    Args:
+        path: path of the file below `folder`.
+        folder: folder that may itself be a symlink; folders between both may not.
+    """
+    real = path.resolve()
+    expected = (folder.resolve() / path.relative_to(folder)).parent
+    return real.parent != expected or (path.is_symlink() and real.name.startswith("."))
 
 
 def read_untrusted_json(path: Path, label: str) -> Any:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from finetune.data.decode import decode_image
 from finetune.data.from_recipe import open_data, open_full_data
 from finetune.data.source import Split
-from finetune.errors import FinetuneError, WeightsError
+from finetune.errors import DataError, FinetuneError, WeightsError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
-from finetune.files import file_sha256
+from finetune.files import file_sha256, is_outside_link
 from finetune.formatting import TOO_FEW_IMAGES_NOTE, format_percent, format_percent_range, pluralize
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
@@ -141,6 +142,8 @@ def _result_files(model: str) -> list[Path]:
 def copy_example_images(model: str, destination: Path) -> list[Path]:
     """Copy example images from the model's folder `examples`, else from the run's test data.
 
+    The copies are decoded images of at most 1024 pixels, as PNG.
+
     Args:
         model: see `Classifier.load`.
         destination: an existing folder for the copies.
@@ -152,12 +155,19 @@ def copy_example_images(model: str, destination: Path) -> list[Path]:
     example_files = sorted(
         p for p in folder.glob("examples/*") if p.suffix.lower() in _IMAGE_SUFFIXES
     )
-    copies = [
-        destination / f"{number}-{file.name}"
-        for number, file in enumerate(example_files[:_NUM_EXAMPLES])
-    ]
-    for file, copy in zip(example_files, copies, strict=False):
-        copy.write_bytes(file.read_bytes())
+    copies = []
+    for number, file in enumerate(example_files[:_NUM_EXAMPLES]):
+        try:
+            if is_outside_link(file, folder):
+                raise DataError(
+                    f"{file}: this symlink points outside the folder or to a hidden file; replace "
+                    "it with a copy",
+                    code="data.unreadable",
+                )
+            copy = destination / f"{number}-{file.stem}.png"
+            copies.append(_save_thumbnail(decode_image(file), copy))
+        except DataError as error:
+            logger.warning(f"left out of the examples: {error}")
     return copies or _save_examples_from_data(model, destination)
 
 

@@ -34,8 +34,10 @@ from finetune.demo.model_summary import (
 from finetune.demo.server import run_server
 from finetune.demo.uploads import temporary_workspace
 from finetune.errors import Interrupted, RecipeError, SetupError
+from finetune.formatting import pluralize
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
+from finetune.log import logger
 from finetune.models.build import build_model
 from finetune.models.weights.resolve import find_weights_file
 from finetune.publish.model_card import license_metadata
@@ -95,7 +97,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
     try:
         _remove_earlier_export(target)
         (target / "examples").mkdir(parents=True)
-        copy_example_images(model, target / "examples")
+        examples = copy_example_images(model, target / "examples")
         if reference is None:
             _copy_model(model, target / "model")
         _copy_package(target / "finetune")
@@ -121,6 +123,11 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
             "another folder",
             code="setup.not_writable",
         ) from error
+    if examples:
+        logger.info(
+            f"{target / 'examples'}: has {pluralize(len(examples), 'image')} of your own, which "
+            "the Space will show; remove those that should stay private"
+        )
     exported = [target / name for name in (*_EXPORTED_FILES, *_EXPORTED_FOLDERS)]
     files = [file for top in exported for file in ([top] if top.is_file() else top.rglob("*"))]
     names = sorted(str(file.relative_to(target)) for file in files if file.is_file())

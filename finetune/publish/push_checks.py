@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
 from finetune.errors import CheckpointError, HubError, WeightsError, holds_secret
-from finetune.files import file_sha256
+from finetune.files import file_sha256, is_outside_link
 from finetune.hub.client import call_hub, redact
 from finetune.log import logger
 from finetune.models.lora import ADAPTER_FILES
@@ -70,11 +70,9 @@ def files_to_push(
         allowed_names: names of the files to push, if they exist.
     Raises: HubError for a symlink that points outside the folder or to a hidden file.
     """
-    top = folder.resolve()
     files = {name: folder / name for name in allowed_names if (folder / name).is_file()}
-    for name, path in files.items():
-        real = path.resolve()
-        if real.parent != (top / name).parent or (path.is_symlink() and real.name.startswith(".")):
+    for path in files.values():
+        if is_outside_link(path, folder):
             raise HubError(
                 f"{path}: this symlink points outside the folder or to a hidden file; replace it "
                 "with a copy",

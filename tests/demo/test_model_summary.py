@@ -183,7 +183,34 @@ def test_own_examples_take_precedence(run_folder: Path, tmp_path: Path) -> None:
     examples_folder.mkdir()
     files = copy_example_images(str(run_folder), examples_folder)
     assert [file.parent for file in files] == [examples_folder] * 6
-    assert files[3].read_bytes() == (own_examples / "3.png").read_bytes()
+    assert Image.open(files[3]).getpixel((0, 0)) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("linked", ["file", "folder", "hidden"])
+def test_a_link_or_text_among_the_examples_is_not_copied(
+    run_folder: Path, tmp_path: Path, linked: str
+) -> None:
+    own_examples, private = run_folder / "model" / "examples", tmp_path / "private"
+    private.mkdir()
+    Image.new("RGB", (8, 8)).save(private / "a.png")
+    (private / "b.png").write_text("machine x password y")
+    if linked == "folder":
+        own_examples.symlink_to(private)
+    else:
+        own_examples.mkdir()
+        Image.new("RGB", (8, 8), (9, 0, 0)).save(own_examples / "c.png")
+        shutil.copyfile(private / "b.png", own_examples / "b.png")
+        shutil.copyfile(private / "a.png", own_examples / ".hidden")
+        target = private / "a.png" if linked == "file" else own_examples / ".hidden"
+        (own_examples / "a.png").symlink_to(target)
+    (examples_folder := tmp_path / "into").mkdir()
+    with logged() as messages:
+        files = copy_example_images(str(run_folder), examples_folder)
+    assert sum("left out of the examples" in message for message in messages) == 2
+    if linked == "folder":
+        assert files[0].name == "0-class-0.png"  # from the test data
+    else:
+        assert [Image.open(file).getpixel((0, 0)) for file in files] == [(9, 0, 0)]
 
 
 def test_examples_come_from_local_tar_shards_only(

@@ -27,6 +27,7 @@ from demo_server import (
     save_small_model,
     upload,
 )
+from logs import logged
 from PIL import Image
 from refusals import refused
 from safetensors.torch import load_file
@@ -55,7 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def exported(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spaces") / "flowers"
-    result = export_space(model, folder)
+    with logged() as messages:
+        result = export_space(model, folder)
+    assert any("examples: has 1 image of your own" in message for message in messages)
     assert result["folder"] == str(folder)
     files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
     assert result["files"] == files

@@ -54,6 +54,7 @@ from finetune.model_checksums import json_sha256
 from finetune.models.build import build_model
 from finetune.models.exported import CERTIFICATE
 from finetune.models.save import BuiltModel
+from finetune.recipe.paths import drop_folders
 from finetune.run.environment import package_versions
 from finetune.run.record import load_run_recipe
 from finetune.transforms.eval_transforms import spec_to_preprocessing
@@ -334,7 +335,7 @@ def _build_metadata(
     preprocessing = built.preprocessing
     published = spec_to_preprocessing(preprocessing, pipeline.transform_spec)
     provenance = {key: built.provenance.get(key) for key in _PROVENANCE_KEYS}
-    source = _short_name(model) if os.path.exists(model) else model  # without a local path
+    source = _short_name(model) if os.path.exists(model) else drop_folders(model)
     metadata = {
         "source": {"model": source, "architecture": built.architecture, **provenance},
         "classes": classes,
@@ -378,7 +379,7 @@ def _load_images(
     if recipe := load_run_recipe(model, data=data):
         try:
             source = open_full_data(recipe.data, recipe.run.seed)
-            return _decode_some(source), redact_urls(recipe.data.source)
+            return _decode_some(source), drop_folders(redact_urls(recipe.data.source))
         except FinetuneError as error:
             if data is not None:
                 raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from finetune.models.exported import CERTIFICATE, read_export_record
 from finetune.models.lora import ADAPTER_FILES
 from finetune.models.weights.timm_config import HubConfig, validate_config
 from finetune.publish.model_card import CardContent, render_adapter_card, render_card
+from finetune.recipe.paths import drop_folders
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, format_json, resume_command
 from finetune.run.integrity import SPLIT_METRICS
@@ -120,7 +120,7 @@ def _write_data_and_collect_card(
     (folder / "results.json").write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = dict(record.get("plan", {}).get("weights", {}))
-    weights["source"] = _drop_folders(str(weights.get("source") or ""))
+    weights["source"] = drop_folders(str(weights.get("source") or ""))
     return CardContent(
         recipe=recipe,
         record=record,
@@ -167,7 +167,7 @@ def base_model_name(run: RunDir) -> str:
     """Return the Hub repository of a run's pretrained weights, else `model.name` of the recipe."""
     weights = read_record(run).get("plan", {}).get("weights", {})
     name = read_recipe(run).model.name
-    return str(weights.get("repository") or _drop_folders(name))
+    return str(weights.get("repository") or drop_folders(name))
 
 
 def rewrite_artifacts(
@@ -211,32 +211,15 @@ def publishable_recipe(recipe: Recipe) -> Recipe:
     """Return a copy of a recipe without trackers, push settings and the folders of local paths."""
     decisions = recipe.data.decisions and os.path.basename(recipe.data.decisions)
     data = recipe.data.model_copy(
-        update={"source": _drop_folders(recipe.data.source), "decisions": decisions}
+        update={"source": drop_folders(recipe.data.source), "decisions": decisions}
     )
-    model = recipe.model.model_copy(update={"name": _drop_folders(recipe.model.name)})
+    model = recipe.model.model_copy(update={"name": drop_folders(recipe.model.name)})
     run = recipe.run.model_copy(update={"push_to": None, "push_private": False, "trackers": ()})
     distill = recipe.distill
     if distill is not None:
-        distill = distill.model_copy(update={"teacher": _drop_folders(distill.teacher)})
+        distill = distill.model_copy(update={"teacher": drop_folders(distill.teacher)})
     sections = {"data": data, "model": model, "run": run, "distill": distill}
     return recipe.model_copy(update=sections)
-
-
-def _drop_folders(source: str) -> str:
-    """Drop the parent folders of a local source; names on the Hub are unchanged."""
-    if "://" in source:
-        source = source.partition("?")[0]  # a query selects or signs a file, and is no name
-    kind, colon, rest = source.partition(":")
-    if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
-        return source
-    if kind == "transformers" and re.fullmatch(r"[^/.~][^/]*/[^/]+", rest):  # owner/name
-        return source
-    if kind not in ("folder", "parquet", "csv", "tar", "local-dir", "transformers"):
-        kind, colon, rest = "", "", source  # not a source prefix: the colon is part of a path
-        if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
-            return source
-    name = re.split(r"[\\/]", rest.rstrip("\\/"))[-1]
-    return kind + colon + ("data" if name in ("", ".", "..") or name[0] == "~" else name)
 
 
 def _publishable_results(results: Mapping[str, Any]) -> dict[str, Any]:

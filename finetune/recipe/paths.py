@@ -29,6 +29,7 @@ __all__ = [
     "check_model_name",
     "check_recipe_or_source",
     "check_source_url",
+    "drop_folders",
     "is_data_source",
     "raise_if_model_missing",
     "resolve_data_source",
@@ -313,3 +314,20 @@ def _source_from_path(text: str) -> str:
         if any(entry.suffix == ".tar" for entry in entries):
             return f"tar:{text.rstrip('/')}/*.tar"
     return f"folder:{text}"
+
+
+def drop_folders(source: str) -> str:
+    """Drop the parent folders of a local source or model; names on the Hub are unchanged."""
+    if "://" in source:
+        source = source.partition("?")[0]  # a query selects or signs a file, and is no name
+    kind, colon, rest = source.partition(":")
+    if colon and kind in ("hub", "hf-hub", "hf_hub", "embedded"):
+        return source
+    if kind == "transformers" and re.fullmatch(r"[^/.~][^/]*/[^/]+", rest):  # owner/name
+        return source
+    if kind not in ("folder", "parquet", "csv", "tar", "local-dir", "transformers"):
+        kind, colon, rest = "", "", source  # not a source prefix: the colon is part of a path
+        if not re.search(r"[\\/]", rest) and not rest.startswith((".", "~")):
+            return source
+    name = re.split(r"[\\/]", rest.rstrip("\\/"))[-1]
+    return kind + colon + ("data" if name in ("", ".", "..") or name[0] == "~" else name)

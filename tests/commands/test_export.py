@@ -204,11 +204,23 @@ def test_run_is_compared_on_its_own_images(
 ) -> None:
     result = export_model(str(run_of_folder), preprocessing=False, out=str(tmp_path / "out"))
     assert Path(result["file"]).name == "my-run.onnx"
-    assert (result["num_images"], result["images"]) == (12, f"folder:{image_folder}")
-    sidecar = json.loads(Path(result["preprocessing"]).read_text("utf-8"))
+    assert (result["num_images"], result["images"]) == (12, f"folder:{image_folder.name}")
+    text = Path(result["preprocessing"]).read_text("utf-8")
+    assert str(tmp_path) not in text
+    sidecar = json.loads(text)
     assert sidecar["classes"] == ["blue", "green", "red"]
-    assert sidecar["source"]["model"] == "my-run", "no local path"
+    assert sidecar["source"]["model"] == "my-run"
     assert sidecar["preprocessing"]["evaluation"] == "resize((32, 32))"
+
+
+def test_record_has_no_path_of_a_local_model(
+    fake_export: None, run_of_folder: Path, tmp_path: Path
+) -> None:
+    model = f"local-dir:{run_of_folder / 'model'}"
+    result = export_model(model, preprocessing=False, out=str(tmp_path / "out"))
+    text = Path(result["preprocessing"]).read_text("utf-8")
+    assert str(tmp_path) not in text
+    assert json.loads(text)["source"]["model"] == "local-dir:model"
 
 
 def test_missing_images_are_replaced_with_a_warning(

@@ -108,8 +108,13 @@ def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _hash_card_results(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the results in each card that has results, by "NAME: results"."""
+    """Return the sha256 of the results in each card that has results, by "NAME: results".
+
+    It also covers the temperature and the validation scores of config.json, which a card describes.
+    """
     hashes = {}
+    config = read_untrusted_json(folder / "config.json", str(folder / "config.json"))
+    fitted = {key: config.get(key) for key in ("calibration", "validation_scores")}
     for name in _CARDS:
         if (path := folder / name).is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -121,7 +126,7 @@ def _hash_card_results(folder: Path) -> dict[str, str]:
             content = {"index": index, "sections": _CARD_SECTIONS.findall(text)}
             if any(content.values()):
                 hashes[f"{name}: results"] = json_sha256(
-                    json.loads(json.dumps(content, default=str))
+                    json.loads(json.dumps({**content, **fitted}, default=str))
                 )
     return hashes
 
@@ -232,7 +237,8 @@ def verify_model_folder(folder: Path, *, source: str) -> None:
 def verify_card_results(folder: Path, *, source: str) -> None:
     """Raise WeightsError if the results in a card are not those that were written with the model.
 
-    A card without results is accepted.
+    The same if a temperature was fitted after the card was written. A card without results is
+    accepted.
 
     Args: same as for `read_checksums`.
     """
@@ -240,8 +246,9 @@ def verify_card_results(folder: Path, *, source: str) -> None:
     for key, sha256 in _hash_card_results(folder).items():
         if stored.get(key, sha256) != sha256:
             raise WeightsError(
-                f"{folder / key.partition(':')[0]}: its results were changed after it was written; "
-                "restore the tables and the model-index, or remove all of its results",
+                f"{folder / key.partition(':')[0]}: its results were changed after it was written, "
+                "or the temperature of the model was fitted again; restore both from a copy, or "
+                "remove the sections with results and the model-index from the card",
                 code="weights.damaged",
             )
 

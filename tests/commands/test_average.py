@@ -29,6 +29,7 @@ from finetune.commands.average import average_runs, interpolate_weights, mean_we
 from finetune.commands.evaluate import evaluate_model
 from finetune.files import file_sha256
 from finetune.model_checksums import add_checksums
+from finetune.publish.push import push
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.train import train
@@ -178,6 +179,12 @@ def test_predict_and_push_accept_the_result(
     assert str(tmp_path) not in card
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+    # the card would describe the old temperature
+    evaluate_model(out, data="embedded:digits", split="test", fit_temperature=True)
+    with refused("weights.damaged", "README.md", "temperature"):
+        push(out, "alice/soup")
+    (tmp_path / "out" / "README.md").write_text("# A soup\n")
+    assert push(out, "alice/soup")["changed"]
 
 
 def test_card_of_a_soup_lists_every_run(runs: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import timm
 import torch
-from timm.data.config import resolve_data_config
 from timm.models import VisionTransformer
 from torch import nn
 from torch.func import functional_call
@@ -36,7 +35,7 @@ from finetune.models.weights.timm_config import (
     is_image_size,
 )
 from finetune.transforms.operations import MAX_IMAGE_SIDE
-from finetune.transforms.preprocessing import Preprocessing
+from finetune.transforms.preprocessing import resolve_preprocessing
 
 __all__ = ["build_model"]
 
@@ -129,7 +128,7 @@ def build_model(
         add_adapter(model, size, **adapter)
     if grad_checkpointing:
         _enable_grad_checkpointing(model, weights.architecture)
-    preprocessing = _resolve_preprocessing(weights.config, size)
+    preprocessing = resolve_preprocessing(weights.config, size)
     provenance = _provenance(model, weights, posemb=resized, dropout=dropout_args, **kept)
     head = (
         _pretrained_head(weights, classes)
@@ -510,15 +509,3 @@ def _enable_grad_checkpointing(model: nn.Module, architecture: str) -> None:
             f"model.grad_checkpointing: {architecture} does not support this; set it to false",
             code="recipe.unsupported",
         ) from error
-
-
-def _resolve_preprocessing(config: Mapping[str, Any], image_size: tuple[int, int]) -> Preprocessing:
-    data = resolve_data_config({}, pretrained_cfg=dict(config) or {"input_size": (3, *image_size)})
-    return Preprocessing(
-        image_size=image_size,
-        mean=tuple(data["mean"]),
-        std=tuple(data["std"]),
-        interpolation=data["interpolation"],
-        crop_pct=float(data["crop_pct"]),
-        crop_mode=data["crop_mode"],
-    )

@@ -112,6 +112,8 @@ class _Certificate(_Record):
     source: _Source
     calibration: _Calibration
     versions: _Versions
+    preprocessing: _Preprocessing
+    classes: list[str]
 
 
 def load_model(name: str) -> BuiltModel:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError, WeightsError
@@ -32,6 +33,8 @@ from finetune.run.record import (
     read_trained_recipe,
     training_identity,
 )
+from finetune.transforms.eval_transforms import default_eval_spec, spec_to_preprocessing
+from finetune.transforms.preprocessing import resolve_preprocessing
 
 __all__ = [
     "EXPORT_FILES",
@@ -119,7 +122,8 @@ def _write_data_and_collect_card(
     text = format_json(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = dict(record.get("plan", {}).get("weights", {}))
+    plan: Mapping[str, Any] = record.get("plan", {})
+    weights = dict(plan.get("weights", {}))
     weights["source"] = drop_folders(str(weights.get("source") or ""))
     return CardContent(
         recipe=recipe,
@@ -130,15 +134,18 @@ def _write_data_and_collect_card(
         sha256=config.get("checksums", {}).get(MODEL_FILES[1])
         or file_sha256(folder / MODEL_FILES[1]),
         weights=weights,
-        certificate=read_certificate(folder),
+        certificate=read_certificate(folder, eval_spec=plan.get("eval_pipeline")),
     )
 
 
-def read_certificate(folder: Path) -> dict[str, Any] | None:
+def read_certificate(folder: Path, *, eval_spec: str | None = None) -> dict[str, Any] | None:
     """Return the certificate of the exported model in a model folder; None if there is none.
 
-    Raises: WeightsError if it is damaged, or describes another exported model, other weights, or a
-        temperature or thresholds that config.json no longer has.
+    Args:
+        folder: the folder of config.json and model.safetensors.
+        eval_spec: evaluation transforms of the run; None for those of config.json.
+    Raises: WeightsError if it is damaged, or describes another exported model, other weights, or
+        classes, preprocessing, temperature or thresholds that the model does not have.
     """
     if not all((folder / name).is_file() for name in EXPORT_FILES):
         return None
@@ -150,17 +157,46 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
             "again, or remove both",
             code="weights.damaged",
         )
-    path = folder / MODEL_FILES[0]
-    config = validate_config(HubConfig, read_untrusted_json(path, str(path)), str(path))
-    fitted = config.calibration or {}
-    for key, exported in content["calibration"].items():
-        if fitted.get(key) != exported:
+    preprocessing = content["preprocessing"]
+    exported = {key: preprocessing[key] for key in ("input_size", "mean", "std", "evaluation")}
+    exported |= {"classes": content["classes"], **content["calibration"]}
+    expected = _describe_exportable(folder, exported, eval_spec)
+    for key, value in exported.items():
+        if expected.get(key) != value:
             raise WeightsError(
-                f"{model}: was exported with {key} {exported}, but config.json now has "
-                f"{fitted.get(key)}; export again, or remove {' and '.join(EXPORT_FILES)}",
+                f"{model}: was exported with {key} {shorten(str(value), 80)}, but the model now "
+                f"has {shorten(str(expected.get(key)), 80)}; export again, or remove "
+                f"{' and '.join(EXPORT_FILES)}",
                 code="weights.damaged",
             )
     return content
+
+
+def _describe_exportable(
+    folder: Path, exported: Mapping[str, Any], eval_spec: str | None
+) -> dict[str, Any]:
+    """Return the values of `exported` that an export of a model folder has today.
+
+    Another spelling of the same evaluation transforms is returned as in `exported`.
+    """
+    path = folder / MODEL_FILES[0]
+    content = read_untrusted_json(path, str(path))
+    config = validate_config(HubConfig, content, str(path))
+    cfg = config.pretrained_cfg or {}
+    _, height, width = cfg.get("input_size") or exported["input_size"]
+    preprocessing = resolve_preprocessing(cfg, (height, width))
+    evaluation = eval_spec or default_eval_spec(preprocessing)
+    published = spec_to_preprocessing(preprocessing, evaluation)
+    if published and published == spec_to_preprocessing(preprocessing, exported["evaluation"]):
+        evaluation = exported["evaluation"]
+    return {
+        "input_size": [3, height, width],
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
+        "evaluation": evaluation,
+        "classes": content.get("label_names", exported["classes"]),
+        **(config.calibration or {}),
+    }
 
 
 def base_model_name(run: RunDir) -> str:

@@ -45,6 +45,7 @@ from finetune.publish.push_checks import (
 )
 from finetune.publish.upload import UploadJob
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record
 
 __all__ = ["push", "push_static_files"]
 
@@ -180,7 +181,9 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     if not is_run:  # the cards of a run are written again
         verify_card_results(folder, source=str(run))
     # it is checked that an exported model belongs to the weights
-    export_files = EXPORT_FILES if read_certificate(folder) else ()
+    plan: Mapping[str, Any] = read_record(RunDir(run)).get("plan", {}) if is_run else {}
+    certificate = read_certificate(folder, eval_spec=plan.get("eval_pipeline"))
+    export_files = EXPORT_FILES if certificate else ()
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
     return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER), is_run

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Preprocessing"]
+from timm.data import resolve_data_config
+
+__all__ = ["Preprocessing", "resolve_preprocessing"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +30,16 @@ class Preprocessing:
     interpolation: str
     crop_pct: float
     crop_mode: str
+
+
+def resolve_preprocessing(config: Mapping[str, Any], image_size: tuple[int, int]) -> Preprocessing:
+    """Return the preprocessing of timm's pretrained_cfg at an image size (height, width)."""
+    data = resolve_data_config({}, pretrained_cfg=dict(config) or {"input_size": (3, *image_size)})
+    return Preprocessing(
+        image_size=image_size,
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+        interpolation=data["interpolation"],
+        crop_pct=float(data["crop_pct"]),
+        crop_mode=data["crop_mode"],
+    )

@@ -271,10 +271,14 @@ def test_exported_model_is_kept_and_described(undrawn: None, runs: Path, tmp_pat
     figures |= {"bytes": 8, "num_images": 48, "num_sizes": 11}
     config = json.loads((run.model_folder / "config.json").read_text())
     fitted = config["calibration"]["temperature"]
+    keys = ("input_size", "mean", "std", "interpolation")
+    preprocessing = {key: config["pretrained_cfg"][key] for key in keys}
     content = {
         "source": {"sha256": file_sha256(run.model_folder / "model.safetensors")},
         "versions": {"onnxruntime": "1.32.0"},
         "calibration": {"temperature": fitted, "thresholds": None},
+        "classes": config["label_names"],
+        "preprocessing": {**preprocessing, "evaluation": "resize(18) | center_crop((16, 16))"},
         "export": {**figures, "sha256": {"model.onnx": file_sha256(model)}},
     }
 
@@ -299,6 +303,27 @@ def test_exported_model_is_kept_and_described(undrawn: None, runs: Path, tmp_pat
         rewrite_artifacts(run)
     write_certificate(calibration={"temperature": fitted / 2, "thresholds": None})
     with refused("weights.damaged", "temperature", fitted / 2, fitted, "export again"):
+        rewrite_artifacts(run)
+    for changed in (
+        {"input_size": [3, 32, 32]},
+        {"mean": [0.1, 0.2, 0.3]},
+        {"evaluation": "resize(17) | center_crop"},
+    ):
+        write_certificate(preprocessing={**content["preprocessing"], **changed})
+        with refused("weights.damaged", "model.onnx", *changed, "export again"):
+            rewrite_artifacts(run)
+        with refused("weights.damaged", "model.onnx", *changed, "export again"):
+            push(run.path, "alice/digits")
+    path = run.path / "run.json"
+    record = json.loads(path.read_text())
+    unpublishable = {**record["plan"], "eval_pipeline": "center_crop(8) | resize(16)"}
+    path.write_text(json.dumps({**record, "plan": unpublishable}))
+    write_certificate()  # an export of model/, whose config.json cannot store these transforms
+    with refused("weights.damaged", "model.onnx", "evaluation", "center_crop(8)"):
+        push(run.path, "alice/digits")
+    path.write_text(json.dumps(record))
+    write_certificate(classes=[*reversed(content["classes"])])
+    with refused("weights.damaged", "model.onnx", "classes", "export again"):
         rewrite_artifacts(run)
     write_certificate()
     model.write_bytes(b"another")

@@ -224,9 +224,12 @@ def evaluate_model(
                 f"{model}: has changed while it was evaluated; fit the temperature again",
                 code="weights.damaged",
             )
-        calibration = {"temperature": result["temperature"], "split": split}
-        if recipe is not None and redact_urls(section.source) != recipe.data.source:
-            calibration["on_other_data"] = True
+        images = source.splits[split].fingerprint
+        calibration = {
+            "temperature": result["temperature"],
+            "split": split,
+            "fingerprints": {split: images, "classes": source.classes_fingerprint},
+        }
         _write_calibration(config, checksums, calibration, validation_scores)
     if corruptions:
         store = (
@@ -745,7 +748,7 @@ def _write_calibration(
     Args:
         path: config.json.
         checksums: those of the other files, see `read_checksums`; empty for none.
-        calibration: the temperature, its split, and whether that is of other data than the run's.
+        calibration: the temperature, its split, and the fingerprints of that and of the classes.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["calibration"] = calibration

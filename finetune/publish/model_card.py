@@ -117,6 +117,16 @@ class CardContent:
         return self.recipe.data.task == "multilabel"
 
     @property
+    def is_fitted_on_other_images(self) -> bool:
+        """True if `eval --fit-temperature` had other images than the split of the run."""
+        fitted = (self.config.get("calibration") or {}).get("fingerprints", {})
+        recorded = {
+            **self.record.get("whole_fingerprints", {}),
+            **self.record.get("split_fingerprints", {}),
+        }
+        return any(recorded.get(name) != sha256 for name, sha256 in fitted.items())
+
+    @property
     def libraries(self) -> list[str]:
         """The libraries that load the model without finetune."""
         if _is_in_timm(self.config["architecture"]):
@@ -479,10 +489,8 @@ def _abstention_note(content: CardContent) -> list[str]:
         share = MISSING if found is None else format_percent(found.num_answered / len(scores), 1)
         rows.append([f"{100 * max_error:g} %", share])
     images = pluralize(len(scores), "validation image")
-    calibration = content.config.get("calibration") or {}
-    if scores.split != "val" or calibration.get("on_other_data"):
-        images = f"{pluralize(len(scores), 'image')} of '{scores.split}'"
-        images += " of other data" if calibration.get("on_other_data") else ""
+    if scores.split != "val" or content.is_fitted_on_other_images:
+        images = f"{pluralize(len(scores), 'image')} of {_fitted_split(content)}"
     text = (
         "To keep an error rate, `finetune predict --max-error` abstains from the least certain "
         "images. "
@@ -500,6 +508,14 @@ def _abstention_note(content: CardContent) -> list[str]:
     return [text, "", *markdown_table(["wrong answers, at most", "answered"], rows), ""]
 
 
+def _fitted_split(content: CardContent) -> str:
+    """Name the split that the temperature was fitted on after the run."""
+    split = (content.config.get("calibration") or {}).get("split")
+    if content.is_fitted_on_other_images:
+        return f"a split '{split}' that is not the run's"
+    return f"'{split}'"
+
+
 def _temperature_note(content: CardContent) -> list[str]:
     """The effect of temperature scaling on the test split; a warning if the loss gets worse."""
     test = content.results.get("test") or {}
@@ -509,8 +525,7 @@ def _temperature_note(content: CardContent) -> list[str]:
     if calibration["temperature"] != scaled["temperature"]:
         return [
             f"The temperature in `config.json`, {calibration['temperature']:.4g}, was fitted after "
-            f"the test split had been evaluated, on '{calibration.get('split')}'"
-            f"{' of other data' if calibration.get('on_other_data') else ''}.",
+            f"the test split had been evaluated, on {_fitted_split(content)}.",
             "",
         ]
     fitted = f"{scaled['temperature']:.4g}, a temperature fitted on the validation split,"

@@ -242,7 +242,12 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
     shutil.copytree(out / "model", copy)
     fitted = evaluate_model(str(copy), data="embedded:digits", split="test", fit_temperature=True)
     stored = json.loads((copy / "config.json").read_text())["calibration"]
-    assert stored == {"temperature": fitted["temperature"], "split": "test"}
+    recorded = json.loads((out / "run.json").read_text())["split_fingerprints"]
+    fingerprints = {"test": recorded["test"], "classes": recorded["classes"]}
+    assert stored == {
+        **{"temperature": fitted["temperature"], "split": "test"},
+        "fingerprints": fingerprints,
+    }
     config = json.loads((copy / "config.json").read_text())
     scores = ValidationScores.from_config(config["validation_scores"], num_classes=10, source="")
     assert (scores.split, len(scores)) == ("test", fitted["examples"])

@@ -192,10 +192,16 @@ def test_card_lists_the_error_rates_that_the_model_can_keep() -> None:
     assert "| 1 % | – |" in text
     assert "| 2 % | 100.0 % |" in text
     assert "200 validation images" in text
-    calibration = {"temperature": 20.0, "split": "test", "on_other_data": True}
+    record = {"split_fingerprints": {"test": "a", "val": "b", "classes": "c"}}
+    own = {"temperature": 20.0, "split": "test", "fingerprints": {"test": "a", "classes": "c"}}
     entry = replace(scores, split="test").to_config()
-    other = {**config, "validation_scores": entry, "calibration": calibration}
-    assert "from 200 images of 'test' of other data" in render_card(card_content(config=other))
+    fitted = {**config, "validation_scores": entry, "calibration": own}
+    text = render_card(card_content(config=fitted, record=record))
+    assert "from 200 images of 'test', the" in text
+    for changed in ({"test": "b", "classes": "c"}, {"test": "a", "classes": "d"}, {"val": "a"}):
+        fitted["calibration"] = {**own, "fingerprints": changed}
+        text = render_card(card_content(config=fitted, record=record))
+        assert "from 200 images of a split 'test' that is not the run's" in text
     assert "--unknown" not in text
     entry = {**scores.to_config(), "unknown_class": {}}
     marking = render_card(card_content(config={**config, "validation_scores": entry}))

@@ -80,12 +80,14 @@ def write_static_page(
             for name, source in _ORT_FILES.items():
                 shutil.copyfile(package / "dist" / source, page / name)
             classifier = Classifier.load(model, device="cpu")
-            (page / "index.html").write_text(_render_page(model, classifier), encoding="utf-8")
+            certificate = json.loads((page / "certificate.json").read_bytes())
+            text = _render_page(model, classifier, certificate["export"]["sha256"]["model.onnx"])
+            (page / "index.html").write_text(text, encoding="utf-8")
             card = space_card(
                 model_title(model),
                 {"sdk": "static", "app_file": "index.html"},
                 model,
-                json.loads((page / "certificate.json").read_bytes())["license"],
+                certificate["license"],
                 "Choose an image: the page classifies it in the browser, and sends it nowhere. "
                 "Any file host can serve this folder, such as `python -m http.server`.",
             )
@@ -94,7 +96,7 @@ def write_static_page(
     return {"model": model, "folder": str(target), "files": sorted(_FILES)}
 
 
-def _render_page(model: str, classifier: Classifier) -> str:
+def _render_page(model: str, classifier: Classifier, model_sha256: str) -> str:
     title = model_title(model)
     note = "Images stay in this browser: the model runs here, and no image is sent."
     return render_html(
@@ -113,6 +115,7 @@ def _render_page(model: str, classifier: Classifier) -> str:
             "thresholds": classifier.thresholds,
             "topK": TOP_K,
             "noLabel": NO_LABEL_TEXT,
+            "modelSha256": model_sha256,
         },
     )
 

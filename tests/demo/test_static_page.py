@@ -28,6 +28,7 @@ from refusals import refused
 from finetune.cli.main import main
 from finetune.demo import static_page
 from finetune.demo.static_page import write_static_page
+from finetune.files import file_sha256
 from finetune.formatting import format_probability
 from finetune.inference import Classifier
 from finetune.models.save import save_model
@@ -83,16 +84,23 @@ def tab(opened: Any) -> Any:
 
 
 @contextmanager
+def serve(folder: Path) -> Iterator[tuple[http.server.ThreadingHTTPServer, str]]:
+    """Serve a folder. Yields: the server and its URL."""
+    handler = functools.partial(FileHost, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@contextmanager
 def open_page(chromium: Any, folder: Path) -> Iterator[Any]:
     """Serve the folder, open the page, and go offline when the model is loaded.
 
     Returns: a tab; it fails the test if the page logs an error or asks another host.
     """
-    handler = functools.partial(FileHost, directory=str(folder))
     problems: list[str] = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        host = f"http://127.0.0.1:{server.server_port}/"
+    with serve(folder) as (server, host):
         context = chromium.new_context(viewport={"width": 1280, "height": 800})
         tab = context.new_page()
         tab.on("pageerror", lambda error: problems.append(str(error)))
@@ -210,6 +218,19 @@ def test_page_opened_as_a_file_says_what_to_do(chromium: Any, page: Path) -> Non
     tab = chromium.new_page()
     tab.goto((page / "index.html").as_uri())
     tab.get_by_text("python -m http.server").wait_for()
+    tab.close()
+
+
+def test_model_of_another_page_is_not_used(chromium: Any, page: Path, tmp_path: Path) -> None:
+    """After a new page was published, a browser has a cached model, or a host some old files."""
+    folder = shutil.copytree(page, tmp_path / "page")
+    with (folder / "model.onnx").open("ab") as file:
+        file.write(b"changed")
+    tab = chromium.new_page()
+    with serve(folder) as (_, host), tab.expect_request("**/model.onnx*") as request:
+        tab.goto(f"{host}index.html")
+        tab.get_by_text("does not belong to this page").wait_for()
+    assert request.value.url == f"{host}model.onnx?sha256={file_sha256(page / 'model.onnx')}"
     tab.close()
 
 

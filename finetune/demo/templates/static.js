@@ -1,7 +1,7 @@
 // Classify an image in the browser with model.onnx, which takes uint8 pixels (1, H, W, 3) of any size.
 
 const element = (id) => document.getElementById(id);
-const { classes, thresholds, topK, noLabel } = JSON.parse(element("content").textContent);
+const { classes, thresholds, topK, noLabel, modelSha256 } = JSON.parse(element("content").textContent);
 const STRIP_PIXELS = 4e6; // read the pixels in strips: some browsers limit the size of a canvas
 let newest = 0; // number of the newest image; answers for older ones are not shown
 let stream = null; // of the camera
@@ -11,9 +11,10 @@ const setTheme = () => document.body.classList.toggle("dark", dark.matches);
 dark.addEventListener("change", setTheme);
 setTheme();
 
-async function download(url) {
-  const response = await fetch(url);
-  if (!response.ok) throw new Error(`${url}: the server answers ${response.status}`);
+async function downloadModel() {
+  // the query keeps the browser from using a cached model of an earlier page
+  const response = await fetch(`model.onnx?sha256=${modelSha256}`);
+  if (!response.ok) throw new Error(`model.onnx: the server answers ${response.status}`);
   const total = Number(response.headers.get("Content-Length"));
   const reader = response.body.getReader();
   const parts = [];
@@ -23,14 +24,21 @@ async function download(url) {
     const share = total >= received ? `${Math.floor((100 * received) / total)} %` : `${received >> 20} MB`;
     element("progress").textContent = `Loading the model: ${share}`;
   }
-  return new Uint8Array(await new Blob(parts).arrayBuffer());
+  const model = await new Blob(parts).arrayBuffer();
+  // only pages from HTTPS or localhost have crypto.subtle
+  if (crypto.subtle && toHex(await crypto.subtle.digest("SHA-256", model)) !== modelSha256) {
+    throw new Error("model.onnx does not belong to this page; reload the page, or publish the whole folder again");
+  }
+  return new Uint8Array(model);
 }
+
+const toHex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
 async function load() {
   if (location.protocol === "file:") {
     throw new Error("Browsers do not load models from files; serve the folder, for example with: python -m http.server");
   }
-  const [ort, model] = await Promise.all([import("./ort.js"), download("model.onnx")]);
+  const [ort, model] = await Promise.all([import("./ort.js"), downloadModel()]);
   element("progress").textContent = "Starting the model";
   ort.env.wasm.proxy = true; // run in a worker, so that the page stays responsive
   const session = await ort.InferenceSession.create(model);

@@ -26,7 +26,7 @@ from finetune.commands.reproduce_plan import (
     load_plan,
     use_source_of_run,
 )
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, redact_urls
 from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, format_claim
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std, markdown_table, pluralize
@@ -145,7 +145,7 @@ def _runs_table(
         name = "mAP " if entry_result.runs[0].is_multilabel else ""
         num_images = [row.get("examples") for row in metrics]
         seconds = [run.metrics("train").get("seconds") for run in entry_result.runs]
-        planned_source = load_entry_recipe(entry_result.entry, path).redacted().data.source
+        planned_source = load_entry_recipe(entry_result.entry, path).data.source
         rows.append(
             [
                 f"`{entry_result.entry.name}`",
@@ -434,10 +434,12 @@ def run_hash(path: Path) -> str:
 def summarize_recipe(recipe: Recipe, *, planned_source: str | None = None) -> str:
     """Summarize a recipe in one line: network, data and optimizer settings.
 
+    Passwords and queries in URLs are redacted.
+
     Args:
         planned_source: the data source in the plan; shown if the recipe reads a copy of it.
     """
-    model, data, optim = recipe.model, recipe.data, recipe.optim
+    model, data, optim = recipe.model, recipe.redacted().data, recipe.optim
     length = f"{optim.steps} steps"
     if optim.epochs:
         length = f"{optim.epochs:g} epoch{'s' if optim.epochs != 1 else ''}"
@@ -445,7 +447,9 @@ def summarize_recipe(recipe: Recipe, *, planned_source: str | None = None) -> st
     frozen = ", classifier only" if model.freeze == "backbone" else ""
     image_size = "" if model.image_size is None else f" at {model.image_size} px"
     subset = "" if data.num_train is None else f"{data.num_train:,} images of "
-    source = data.source if planned_source in (None, data.source) else f"{planned_source}, a copy"
+    source = data.source
+    if planned_source is not None and redact_urls(planned_source) != source:
+        source = f"{redact_urls(planned_source)}, a copy"
     return (
         f"`{model.name}`{image_size}{weights}{frozen}; {subset}{source}; {length} of batch "
         f"{data.batch_size}, {optim.name} at {optim.lr:g}"

@@ -185,6 +185,19 @@ def test_direction_without_its_runs_is_open(
     assert [row[3] for row in table_rows(render(plan_path, *excluded), DIRECTIONS)] == answers
 
 
+def test_passwords_and_queries_of_sources_are_redacted(plan_path: Path) -> None:
+    url = "tar:https://user:word@host/train-{0..9}.tar?X-Amz-Signature=5192"
+    text = (plan_path.parent / "small.yaml").read_text().replace("hub:owner/images", url)
+    (plan_path.parent / "unused.yaml").write_text(text)
+    text = plan_path.read_text().replace("{name: whole,", '{name: whole, reported: "0.6",')
+    plan_path.write_text(text.replace("recipe: small.yaml", "recipe: unused.yaml"))
+    page = render(plan_path)
+    tables = [page.partition(f"## {title}\n")[2] for title in ("All recipes", CLAIMS)]
+    assert all("tar:https://***@host/train-{0..9}.tar?***" in table for table in tables)
+    assert "word" not in page
+    assert "5192" not in page
+
+
 def test_runs_on_different_images_are_not_compared(tmp_path: Path) -> None:
     plan = write_plan(tmp_path)
     plan.write_text(plan.read_text().replace("data.num_train=20", "optim.lr=2e-3"))

@@ -125,16 +125,25 @@ def write_plan_runs(top: Path, plan: Path) -> Path:
     return top / "runs"
 
 
-def load_entry_results(plan: Plan, folder: Path) -> list[EntryResult]:
+def load_entry_results(plan: Plan, path: Path, folder: Path) -> list[EntryResult]:
     """Return the results that `write_plan_runs` wrote, one for each entry."""
     *training_entries, probe_entry = plan.runs
     runs = [
-        EntryResult(entry, [folder / f"{entry.name}-s{seed}" for seed in entry.seeds])
+        EntryResult(
+            entry,
+            load_entry_recipe(entry, path),
+            [folder / f"{entry.name}-s{seed}" for seed in entry.seeds],
+        )
         for entry in training_entries
     ]
     probe = json.loads((folder / probe_entry.name / "probe.json").read_text())
     shots = {int(count): row for count, row in probe["shots"].items()}
     return [
         *runs,
-        EntryResult(probe_entry, [folder / probe_entry.name], probe={**probe, "shots": shots}),
+        EntryResult(
+            probe_entry,
+            load_entry_recipe(probe_entry, path),
+            [folder / probe_entry.name],
+            probe={**probe, "shots": shots},
+        ),
     ]

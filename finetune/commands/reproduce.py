@@ -119,7 +119,12 @@ def run_plan(
             load_entry_recipe, entry, path, extra_overrides=extra_overrides, sources=sources
         )
         entry_result = _run_entry(
-            entry, load_recipe_with, folder, run_missing=entry.name in wanted, done=done
+            entry,
+            load_entry_recipe(entry, path),
+            load_recipe_with,
+            folder,
+            run_missing=entry.name in wanted,
+            done=done,
         )
         if entry_result is not None:
             entry_results.append(entry_result)
@@ -157,6 +162,7 @@ def _check_arguments(
 
 def _run_entry(
     entry: PlanEntry,
+    planned: Recipe,
     load_recipe_with: Callable[[Sequence[str]], Recipe],
     folder: Path,
     *,
@@ -166,6 +172,7 @@ def _run_entry(
     """Search the grid if the entry has one, then train once per seed; or probe features.
 
     Args:
+        planned: the entry's recipe, without the overrides of the command line.
         load_recipe_with: function from additional overrides to the entry's recipe.
         folder: parent folder of the run directories.
         run_missing: True to train or probe what is not finished; False to only read results.
@@ -173,9 +180,12 @@ def _run_entry(
     Returns: the results; None if a run is not finished (with `done`: if no seed is finished).
     """
     if entry.probe is not None:
-        return _probe_or_load(
+        probe = _probe_or_load(
             entry, load_recipe_with(()), folder / entry.name, run_missing=run_missing, done=done
         )
+        if probe is None:
+            return None
+        return EntryResult(entry, planned, [folder / entry.name], probe=probe)
 
     def get_results(path: Path, recipe: Recipe) -> _Results | None:
         if run_missing:
@@ -226,7 +236,7 @@ def _run_entry(
             return None
     _check_same_inputs(entry.name, list(finished_runs))
     return (
-        EntryResult(entry, list(finished_runs), list(finished_runs.values()), choices)
+        EntryResult(entry, planned, list(finished_runs), list(finished_runs.values()), choices)
         if finished_runs
         else None
     )
@@ -293,27 +303,25 @@ def _load_finished_copy(folder: Path, recipe: Recipe) -> _Results | None:
 
 def _probe_or_load(
     entry: PlanEntry, recipe: Recipe, folder: Path, *, run_missing: bool, done: bool
-) -> EntryResult | None:
+) -> dict[str, Any] | None:
     """Probe the features of a recipe's weights, or read a probe with the same settings.
 
     With `done`, its data may have been at another path.
+
+    Returns: the content of probe.json; None if no such probe exists.
     """
     settings, model, data = entry.probe, recipe.model.name, recipe.data.source
     assert settings is not None
     if run_missing:  # cached features of the same images and weights make it short
-        probe = probe_model(
-            model, data=data, shots=settings.shots, seeds=settings.draws, out=folder
-        )
-        return EntryResult(entry, [folder], probe=probe)
+        return probe_model(model, data=data, shots=settings.shots, seeds=settings.draws, out=folder)
     file = folder / "probe.json"
-    probe = load_json(file) if file.is_file() else {}
+    probe: dict[str, Any] = load_json(file) if file.is_file() else {}
     shots = {int(count): row for count, row in probe.get("shots", {}).items()}
     has_same_settings = probe.get("model") == model and tuple(shots) == settings.shots
     has_same_settings &= done or probe.get("data") == redact_urls(data)
     if not has_same_settings or any(len(row["seeds"]) != settings.draws for row in shots.values()):
         return None
-    probe["shots"] = shots
-    return EntryResult(entry, [folder], probe=probe)
+    return {**probe, "shots": shots}
 
 
 def write_summary(
@@ -337,11 +345,7 @@ def write_summary(
             for entry_result in trained
             if entry_result.choices
         },
-        "claims": [
-            {**claim, "run": path.name}
-            for path, results in finished_runs
-            for claim in results.get("claims") or []
-        ],
+        "claims": [claim for entry_result in trained for claim in entry_result.answered_claims()],
         "probes": {
             entry_result.entry.name: entry_result.probe
             for entry_result in entry_results

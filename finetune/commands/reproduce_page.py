@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from finetune.commands.reproduce_plan import (
     PlanEntry,
     load_entry_recipe,
     load_plan,
-    use_source_of_run,
 )
 from finetune.errors import CheckpointError, redact_urls
 from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, format_claim
@@ -34,7 +33,11 @@ from finetune.log import logger
 from finetune.recipe.load import Claim, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
-from finetune.report.comparison import differing_settings, unstated_differences
+from finetune.report.comparison import (
+    differing_settings,
+    read_other_images,
+    unstated_differences,
+)
 from finetune.report.run_data import Run, read_run
 
 __all__ = [
@@ -57,6 +60,7 @@ class EntryResult:
 
     Attributes:
         entry: the entry.
+        planned: the recipe in the plan, without the overrides of the command line.
         paths: run directories, one per seed; for a probe, the folder of probe.json.
         results: the content of results.json for each path; empty for a probe.
         choices: the results of the grid search; empty without a grid.
@@ -64,6 +68,7 @@ class EntryResult:
     """
 
     entry: PlanEntry
+    planned: Recipe
     paths: Sequence[Path]
     results: Sequence[Mapping[str, Any]] = ()
     choices: Sequence[dict[str, Any]] = ()
@@ -73,6 +78,24 @@ class EntryResult:
     def runs(self) -> list[Run]:
         """The run directories; empty for a probe."""
         return [] if self.probe else [read_run(path) for path in self.paths]
+
+    @cached_property
+    def planned_runs(self) -> list[Run]:
+        """The runs with the data source of the plan, of which they may have read a copy."""
+        source = self.planned.data.source
+        return [replace(run, recipe=run.recipe.with_source(source)) for run in self.runs]
+
+    def answered_claims(self) -> list[dict[str, Any]]:
+        """Check each run against the plan's claims, and those expected before the run.
+
+        Returns: a dict for each claim of each run, with the run's name as "run".
+        """
+        published = [claim for claim in self.planned.claims if not _is_expectation(claim)]
+        return [
+            {**_answer_claim(claim.model_dump(), run), "run": run.name}
+            for run in self.runs
+            for claim in (*published, *filter(_is_expectation, run.recipe.claims))
+        ]
 
     @property
     def machines(self) -> list[Mapping[str, Any]]:
@@ -98,8 +121,8 @@ def render_page(
     earlier = path.parent / "earlier.md"
     earlier_text = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
     sections: dict[str, list[str]] = {
-        "What was run": _runs_table(entry_results, path, with_verdicts=disclaimer is None),
-        "Few training images": _probe_table(entry_results, path),
+        "What was run": _runs_table(entry_results, with_verdicts=disclaimer is None),
+        "Few training images": _probe_table(entry_results),
         "Comparison with other programs": []
         if disclaimer
         else _other_programs_table(plan, entry_results),
@@ -132,10 +155,9 @@ def render_page(
 # --- the runs ------------------------------------------------------------------------------------
 
 
-def _runs_table(
-    entry_results: Sequence[EntryResult], path: Path, *, with_verdicts: bool
-) -> list[str]:
+def _runs_table(entry_results: Sequence[EntryResult], *, with_verdicts: bool) -> list[str]:
     rows = []
+    other_images = _find_other_images(entry_results)
     for entry_result in entry_results:
         if entry_result.probe:
             continue
@@ -145,11 +167,15 @@ def _runs_table(
         name = "mAP " if entry_result.runs[0].is_multilabel else ""
         num_images = [row.get("examples") for row in metrics]
         seconds = [run.metrics("train").get("seconds") for run in entry_result.runs]
-        planned_source = load_entry_recipe(entry_result.entry, path).data.source
+        what = summarize_recipe(
+            entry_result.runs[0].recipe, planned_source=entry_result.planned.data.source
+        )
+        if others := other_images.get(entry_result.entry.name):
+            what += f"; its images or labels differ from those of {others}"
         rows.append(
             [
                 f"`{entry_result.entry.name}`",
-                summarize_recipe(entry_result.runs[0].recipe, planned_source=planned_source),
+                what,
                 _format_expectations(entry_result.runs, with_verdicts=with_verdicts),
                 f"{name}{_format_percent_mean(accuracies)} on {_join_unique(num_images)} {split} "
                 "images",
@@ -173,11 +199,35 @@ def _runs_table(
     return _table_lines(header, rows)
 
 
+def _find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
+    """Find runs that read other images or labels than other runs of the same planned data.
+
+    Returns: a dict from the name of an entry to the names of the entries that differ from it; also
+        logs a warning for each.
+    """
+    trained = [entry_result for entry_result in entry_results if entry_result.runs]
+    names = {
+        one.entry.name: [
+            f"`{other.entry.name}`"
+            for other in trained
+            if read_other_images([one.planned_runs[0], other.planned_runs[0]])
+        ]
+        for one in trained
+    }
+    found = {name: ", ".join(others) for name, others in names.items() if others}
+    for name, others in found.items():
+        logger.warning(
+            f"{name}: its runs read other images or labels than those of {others}, although the "
+            "plan has the same data for them; remove the wrong runs and run the command again"
+        )
+    return found
+
+
 def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
     """Format the claims written before the run, and how many of the runs met each."""
     expectations = []
     for claim in runs[0].recipe.claims:
-        if claim.source.startswith(_EXPECTED_PREFIX):
+        if _is_expectation(claim):
             rows = [_answer_claim(claim.model_dump(), run) for run in runs]
             what, reported, _ = format_claim(rows[0])
             expectations.append(
@@ -186,7 +236,7 @@ def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
     return "; ".join(expectations) or MISSING
 
 
-def _probe_table(entry_results: Sequence[EntryResult], path: Path) -> list[str]:
+def _probe_table(entry_results: Sequence[EntryResult]) -> list[str]:
     probed = [
         (entry_result, entry_result.entry.probe, entry_result.probe)
         for entry_result in entry_results
@@ -197,7 +247,7 @@ def _probe_table(entry_results: Sequence[EntryResult], path: Path) -> list[str]:
     for entry_result, settings, probe_result in probed:
         assert settings is not None
         name = f"`{entry_result.entry.name}`: `{probe_result['model']}`, "
-        cells = [name + load_entry_recipe(entry_result.entry, path).redacted().data.source]
+        cells = [name + redact_urls(entry_result.planned.data.source)]
         expected = dict(zip(settings.shots, settings.expected, strict=False))
         for count in shots:
             text = _format_percent_mean(probe_result["shots"].get(count, {}).get("seeds", ()))
@@ -248,7 +298,7 @@ def directions_table(
             without results is answered "open".
     Returns: the lines of a Markdown table.
     """
-    runs_by_entry = {value.entry.name: value.runs for value in entry_results}
+    runs_by_entry = {value.entry.name: value.planned_runs for value in entry_results}
     rows = []
     for direction in directions:
         claim = direction.model_dump(include={"metric", "when", "trend"})
@@ -287,7 +337,10 @@ def _warn_of_other_inputs(runs_by_entry: Mapping[str, Sequence[Run]], direction:
     names = (direction.run, direction.below or "")
     runs = [run for name in names for run in runs_by_entry.get(name, ())]
     keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
-    if not runs or names_other_inputs(keys, "data") or not (inputs := unstated_differences(runs)):
+    inputs: Sequence[str] = ["images or labels"] if read_other_images(runs) else []
+    if not inputs and runs and not names_other_inputs(keys, "data"):
+        inputs = unstated_differences(runs)
+    if not inputs:
         return False
     logger.warning(
         f"{direction.run} and {direction.below}: their runs used different {' and '.join(inputs)}, "
@@ -316,7 +369,7 @@ def _claims_table(
         hint = "; see the earlier run below" if f"{root.name}/{name}" in earlier_text else ""
         unanswered = [f"open{hint}", MISSING, summarize_recipe(recipe)]
         for claim in recipe.claims:
-            if not claim.source.startswith(_EXPECTED_PREFIX):
+            if not _is_expectation(claim):
                 what, reported, _ = format_claim(claim.model_dump())
                 claim_cells = [f"`{name}`", what, claim.source, reported]
                 answers = [
@@ -345,10 +398,8 @@ def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> l
             f" and {_format_metric_mean(claim.below, [row['measured_other'] for row in rows])}"
         )
     measured = f"{measured} ({len(values)} runs)" if values else MISSING
-    run_recipe = entry_result.runs[0].recipe
-    if training_keys_without_seed(
-        use_source_of_run(recipe, run_recipe)
-    ) == training_keys_without_seed(run_recipe):
+    run_recipe = entry_result.planned_runs[0].recipe
+    if training_keys_without_seed(recipe) == training_keys_without_seed(run_recipe):
         return [
             f"by a run, `{entry_result.entry.name}`: {_format_num_met(rows)}",
             measured,
@@ -360,6 +411,11 @@ def _format_answer(claim: Claim, recipe: Recipe, entry_result: EntryResult) -> l
 def _answer_claim(claim: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Check a claim against a run's files, even if the run's recipe does not contain the claim."""
     return check_claims([claim], run.history, run.results, run.steps_per_epoch or 1.0)[0]
+
+
+def _is_expectation(claim: Claim) -> bool:
+    """Return True for a prediction, which a run keeps as it was written before the run."""
+    return claim.source.startswith(_EXPECTED_PREFIX)
 
 
 def _format_num_met(rows: Sequence[Mapping[str, Any]]) -> str:

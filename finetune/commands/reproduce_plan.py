@@ -288,9 +288,8 @@ def use_source_of_run(recipe: Recipe, run: Recipe) -> Recipe:
         recipe: recipe of the plan.
         run: recipe of the run, which may have read a copy of the data.
     """
-    data = recipe.data.model_copy(update={"source": run.data.source})
     note = recipe.run.model_copy(update={"note": run.run.note})
-    return recipe.model_copy(update={"data": data, "run": note})
+    return recipe.with_source(run.data.source).model_copy(update={"run": note})
 
 
 def to_smoke_plan(plan: Plan) -> Plan:

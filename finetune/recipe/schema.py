@@ -800,10 +800,13 @@ class Recipe(Section):
             return {**values, "run": {"best": "val.map", **run}}
         return values
 
+    def with_source(self, source: str) -> Recipe:
+        """Return a copy with another `data.source`."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
+
     def redacted(self) -> Recipe:
         """Return a copy with passwords and queries in the URLs of `data.source` redacted."""
-        data = self.data.model_copy(update={"source": redact_urls(self.data.source)})
-        return self.model_copy(update={"data": data})
+        return self.with_source(redact_urls(self.data.source))
 
     def to_yaml(self) -> str:
         """Format the recipe as YAML with every key except `tune`, which is no part of a run.

@@ -17,10 +17,15 @@ __all__ = [
 ]
 
 LOCATION_KEYS = ("data.source", "data.decisions")  # the same data may be in another place
+# Keys that draw images from a source, which do not change `Source.whole_fingerprints`.
+_DRAW_KEYS = (
+    *("data.val_fraction", "data.split_seed", "data.long_tail"),
+    *("data.num_train", "data.num_val", "data.num_test"),
+)
 # Keys that say which images, weights and teacher are used; with another value, others are expected.
 _INPUT_KEYS = (
-    *("data.source", "data.task", "data.val_fraction", "data.merge_val", "data.split_seed"),
-    *("data.num_train", "data.num_val", "data.num_test", "data.classes", "data.long_tail"),
+    *_DRAW_KEYS,
+    *("data.source", "data.task", "data.merge_val", "data.classes"),
     *("data.decisions", "data.decisions_on_test", "data.image_column", "data.label_column"),
     *("data.group", "data.streaming"),
     *("model.name", "model.args", "model.rename", "model.pretrained", "model.image_size"),
@@ -70,14 +75,20 @@ def training_keys(recipe: Recipe) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def names_other_inputs(keys: Iterable[str], section: str) -> bool:
+def names_other_inputs(keys: Iterable[str], section: str, *, include_draws: bool = True) -> bool:
     """Return True if one of some keys says that other images, weights or teachers are used.
 
     Args:
         keys: the keys that differ between recipes, such as "data.num_train".
         section: "data" for images, "model" for weights, "distill" for teachers.
+        include_draws: False to ignore keys that only draw images from those of the source.
     """
-    return any(key in _INPUT_KEYS and key.startswith(f"{section}.") for key in keys)
+    return any(
+        key in _INPUT_KEYS
+        and key.startswith(f"{section}.")
+        and (include_draws or key not in _DRAW_KEYS)
+        for key in keys
+    )
 
 
 def changed_training_keys(recorded: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:

@@ -47,6 +47,7 @@ __all__ = [
     "group_by_recipe",
     "group_rows",
     "metric_columns",
+    "read_other_images",
     "run_rows",
     "unique_run_names",
     "unstated_differences",
@@ -195,6 +196,21 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     if same_test_split and have_other_test_images(run.results for run in runs):
         names.append("test images (some could not be read)")
     return names
+
+
+def read_other_images(runs: Sequence[Run]) -> bool:
+    """Return True if a split of the source differs between runs, although their recipes name one.
+
+    Images that a run only held out or left out are no difference.
+    """
+    fingerprints: dict[str, set[str]] = {}
+    for run in runs:
+        for name, fingerprint in run.record.get("whole_fingerprints", {}).items():
+            fingerprints.setdefault(name, set()).add(fingerprint)
+    if all(len(each) == 1 for each in fingerprints.values()):
+        return False
+    keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
+    return not names_other_inputs(keys, "data", include_draws=False)
 
 
 def _format_setting(value: Any) -> str:

@@ -198,9 +198,7 @@ def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | Non
             f"{folder}: is not finished ({status}), so its model may be that of a shorter "
             f"training; continue: {resume_command(folder)}"
         )
-    if data is None:
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": data})})
+    return recipe if data is None else recipe.with_source(data)
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:

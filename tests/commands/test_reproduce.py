@@ -189,6 +189,7 @@ def test_multilabel_metrics_have_their_own_columns(
         metrics |= {"loss": 2.0, "examples": 10}
         entry = SimpleNamespace(name=name, reported=None)
         attributes = {"probe": None, "choices": [], "paths": [tmp_path / "a", tmp_path / "b"]}
+        attributes["answered_claims"] = list
         return SimpleNamespace(entry=entry, results=[{"test": metrics}] * 2, **attributes)
 
     pairs, digits = (
@@ -225,6 +226,14 @@ def test_done_accepts_runs_copied_from_another_machine(
     )
     Path(plan).write_text(edited)
     assert run_plan(plan, out=out, done=True)["runs"] == [], "the recipe has changed"
+
+
+def test_published_claims_are_those_of_today(plan: str, fake_training, tmp_path: Path) -> None:
+    run_plan(plan, only=["plain"], out=tmp_path / "out")
+    Path(plan).write_text(Path(plan).read_text().replace("value: 0.1,", "value: 0.0,"))
+    (claim,) = run_plan(plan, done=True, out=tmp_path / "out")["claims"]
+    assert (claim["value"], claim["measured"], claim["verdict"]) == (0, 0, "met")
+    assert claim["run"] == "plain-s0"
 
 
 def test_run_copied_without_its_model_is_not_trained_again(

@@ -44,7 +44,7 @@ def runs_folder(plan_path: Path) -> Path:
 
 def render(plan_path: Path, *excluded: str, disclaimer: str | None = None) -> str:
     plan = load_plan(plan_path)
-    outcomes = load_entry_results(plan, runs_folder(plan_path))
+    outcomes = load_entry_results(plan, plan_path, runs_folder(plan_path))
     included = [outcome for outcome in outcomes if outcome.entry.name not in excluded]
     return render_page(plan, plan_path, included, disclaimer=disclaimer)
 
@@ -139,6 +139,13 @@ def test_only_a_run_of_the_full_recipe_decides_a_claim(plan_path: Path) -> None:
     assert trend[4:6] == ["by a run, `whole`: met by 2 of 2", "+0.0500 ± 0.0000 per epoch (2 runs)"]
 
 
+def test_a_run_that_the_plan_trained_on_other_data_decides_no_claim(plan_path: Path) -> None:
+    other = "whole, overrides: ['data.source=folder:other/images'],"
+    plan_path.write_text(plan_path.read_text().replace("whole,", other, 1))
+    (answer, *_) = [row[4] for row in table_rows(render(plan_path), CLAIMS) if "whole" in row[4]]
+    assert answer == "by a smaller run, `whole`"
+
+
 def test_claim_without_a_run_is_open(plan_path: Path) -> None:
     rows = table_rows(render(plan_path, "whole", "less"), CLAIMS)
     assert [row[4] for row in rows] == ["open", "open"]
@@ -213,6 +220,27 @@ def test_runs_on_different_images_are_not_compared(tmp_path: Path) -> None:
     with logged() as messages:
         assert table_rows(render(plan), DIRECTIONS)[1][3] == "open"
     assert any("less and whole: their runs used different images" in each for each in messages)
+
+
+@pytest.mark.parametrize("whole, is_other", [({"train": "0"}, False), ({"train": "1"}, True)])
+def test_copies_with_other_images_are_named_and_not_compared(
+    plan_path: Path, whole: dict[str, str], is_other: bool
+) -> None:
+    """The entries draw other training images, and the runs read copies at different paths."""
+    for name, fingerprints in (("whole", {"train": "0"}), ("less", whole)):
+        for run in runs_folder(plan_path).glob(f"{name}-s*"):
+            recipe = (run / "recipe.yaml").read_text()
+            (run / "recipe.yaml").write_text(recipe.replace("copies/images", f"{name}/images"))
+            record = json.loads((run / "run.json").read_text())
+            record |= {"whole_fingerprints": fingerprints}
+            (run / "run.json").write_text(json.dumps(record))
+    with logged() as messages:
+        text = render(plan_path)
+    row = table_rows(text, "What was run")[1]
+    assert ("its images or labels differ from those of `whole`" in row[1]) == is_other
+    assert any("less: its runs read other images" in each for each in messages) == is_other
+    answer = table_rows(text, DIRECTIONS)[1][3]
+    assert answer == ("open" if is_other else "yes for 2 of 2 seeds")
 
 
 def test_run_hash_covers_the_four_run_files(plan_path: Path) -> None:

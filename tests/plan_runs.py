@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.commands.probe import read_probe
+from finetune.commands.probe import write_probe as write_probe_file
 from finetune.commands.reproduce_page import EntryResult
 from finetune.commands.reproduce_plan import Plan, PlanEntry, load_entry_recipe, load_plan
 
@@ -100,8 +102,8 @@ def write_run(
     return path
 
 
-def write_probe(folder: Path) -> Path:
-    """Write a probe.json. Returns: its folder."""
+def write_probe(folder: Path, **changes: Any) -> Path:
+    """Write a probe.json, with some entries changed. Returns: its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shots = {"1": {"seeds": [0.1, 0.2]}, "5": {"seeds": [0.3, 0.5]}}
     for row in shots.values():
@@ -109,7 +111,8 @@ def write_probe(folder: Path) -> Path:
     probe: dict[str, Any] = {"model": "embedded:vit_nano", "data": "parquet:copies/images"}
     probe |= {"split": "test", "features": {}, "linear": None, "knn": None}
     probe |= {"shots": shots, "protocol": {"test_images": 1000, "width": 8}, "machine": MACHINE}
-    (folder / "probe.json").write_text(json.dumps(probe))
+    probe["protocol"]["weights"], probe["split_fingerprints"] = "60d8", {"train": "0"}
+    write_probe_file({**probe, **changes}, folder)
     return folder
 
 
@@ -136,14 +139,12 @@ def load_entry_results(plan: Plan, path: Path, folder: Path) -> list[EntryResult
         )
         for entry in training_entries
     ]
-    probe = json.loads((folder / probe_entry.name / "probe.json").read_text())
-    shots = {int(count): row for count, row in probe["shots"].items()}
     return [
         *runs,
         EntryResult(
             probe_entry,
             load_entry_recipe(probe_entry, path),
             [folder / probe_entry.name],
-            probe={**probe, "shots": shots},
+            probe=read_probe(folder / probe_entry.name),
         ),
     ]

@@ -21,7 +21,7 @@ from finetune.data.from_recipe import open_data, open_full_data, resolve_data_se
 from finetune.data.groups import group_indices
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
-from finetune.errors import DataError, RecipeError, redact_urls
+from finetune.errors import CheckpointError, DataError, RecipeError, redact_urls
 from finetune.evaluation.feature_extraction import (
     Features,
     feature_identity,
@@ -40,12 +40,13 @@ from finetune.evaluation.linear_probe import (
     probe_sgd,
 )
 from finetune.files import make_writable_folder, write_atomically
-from finetune.model_checksums import weights_hashes
+from finetune.model_checksums import json_sha256, weights_hashes
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, token_feature_slices, token_features
 from finetune.precision import autocast_dtype
 from finetune.recipe.load import DataSection, RunSection
 from finetune.run.environment import collect_environment
+from finetune.run.integrity import load_json
 from finetune.run.record import describe_split_decisions, load_run_recipe
 from finetune.training.accelerator import (
     check_same_data_on_all_ranks,
@@ -58,8 +59,16 @@ from finetune.transforms.eval_transforms import build_pipeline
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["DEFAULT_SHOTS", "format_probe", "parse_shots", "probe_model"]
+__all__ = [
+    "DEFAULT_SHOTS",
+    "format_probe",
+    "parse_shots",
+    "probe_model",
+    "read_probe",
+    "write_probe",
+]
 
+PROBE_FILE = "probe.json"
 DEFAULT_SHOTS = (1, 5, 10, 25)
 SPLITS = ("val", "test")
 _KNN_TEMPERATURE = 0.07
@@ -106,8 +115,9 @@ def probe_model(
         knn: number of neighbors of a kNN classifier to evaluate as well; None for no kNN.
         learning_curve: True to also measure accuracy against the number of training images.
         out: a folder for probe.json and learning_curve.svg.
-    Returns: a dict with keys "model", "data", "split", "decisions" (see `split_decisions`, only if
-        they have changed the split), "protocol", "shots" {n: {"accuracy", "std", "seeds"}},
+    Returns: a dict with keys "model", "data", "split", "split_fingerprints" (of all images of train
+        and of the evaluated split), "decisions" (see `split_decisions`, only if they have changed
+        the split), "protocol", "shots" {n: {"accuracy", "std", "seeds"}},
         "linear", "linear_sgd", "logreg", "folds", "knn", "learning_curve" (the result of
         `measure_learning_curve`), "features", "machine". "std" is the sample standard deviation
         over seeds, None for one seed; "linear" to "learning_curve" are None unless requested. On
@@ -132,6 +142,9 @@ def probe_model(
         "model": model,
         "data": redact_urls(task.section.source),
         "split": task.split,
+        "split_fingerprints": {
+            name: task.source.splits[name].fingerprint for name in ("train", task.split)
+        },
         **split_decisions(task.source, task.split),
     }
     if not features:
@@ -154,8 +167,7 @@ def probe_model(
     machine = collect_environment(accelerator.device, accelerator.num_processes)
     result = {**header, **metrics, "machine": machine}
     if out_folder is not None:
-        json_text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomically(out_folder / "probe.json", json_text)
+        write_probe(result, out_folder)
         if curve := result["learning_curve"]:
             from finetune.report.figure_style import to_svg
             from finetune.report.plots import plot_learning_curve  # imports matplotlib
@@ -163,6 +175,36 @@ def probe_model(
 
             svg = to_svg(plot_learning_curve(curve, split=SPLIT_NAMES[task.split]))
             write_atomically(out_folder / "learning_curve.svg", svg)
+    return result
+
+
+def write_probe(result: Mapping[str, Any], folder: Path) -> None:
+    """Write the result of `probe_model` to probe.json, with its sha256."""
+    content = json.loads(json.dumps(result, allow_nan=False))
+    content["sha256"] = json_sha256(content)
+    write_atomically(folder / PROBE_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_probe(folder: Path) -> dict[str, Any] | None:
+    """Read the result of `probe_model` from probe.json; None if the file does not exist.
+
+    Raises: CheckpointError if the file is damaged or was changed.
+    """
+    path = folder / PROBE_FILE
+    if not path.exists():
+        return None
+    try:
+        content = load_json(path)
+        if content.pop("sha256", None) != json_sha256(content):
+            raise ValueError("it was changed after it was written")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be used ({str(error)[:200]}); restore the file, or remove it and run "
+            "the probe again",
+            code="checkpoint.damaged",
+        ) from None
+    result: dict[str, Any] = content
+    result["shots"] = {int(count): row for count, row in result["shots"].items()}
     return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from finetune.commands.probe import format_probe, probe_model
+from finetune.commands.probe import format_probe, probe_model, read_probe
 from finetune.commands.reproduce_page import EntryResult, render_page
 from finetune.commands.reproduce_plan import (
     PLAN_FILENAME,
@@ -36,7 +36,6 @@ from finetune.ranks import is_main_process
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import names_other_inputs
 from finetune.run.directory import RunDir, resume_command
-from finetune.run.integrity import load_json
 from finetune.run.record import (
     differing_inputs,
     have_other_shards,
@@ -133,6 +132,8 @@ def run_plan(
                 f"{entry.name}: skipped, because it has no finished run or the plan has changed"
             )
     destroy_process_group()
+    if is_main_process():  # the other ranks have no results of probes
+        _check_same_weights([entry_result for entry_result in entry_results if entry_result.probe])
     result = write_summary(plan.title, scale, folder, entry_results)
     if page is not None and is_main_process():
         page_text = render_page(
@@ -314,14 +315,26 @@ def _probe_or_load(
     assert settings is not None
     if run_missing:  # cached features of the same images and weights make it short
         return probe_model(model, data=data, shots=settings.shots, seeds=settings.draws, out=folder)
-    file = folder / "probe.json"
-    probe: dict[str, Any] = load_json(file) if file.is_file() else {}
-    shots = {int(count): row for count, row in probe.get("shots", {}).items()}
-    has_same_settings = probe.get("model") == model and tuple(shots) == settings.shots
-    has_same_settings &= done or probe.get("data") == redact_urls(data)
-    if not has_same_settings or any(len(row["seeds"]) != settings.draws for row in shots.values()):
+    probe = read_probe(folder)
+    if probe is None or probe["model"] != model or tuple(probe["shots"]) != settings.shots:
         return None
-    return {**probe, "shots": shots}
+    has_same_settings = done or probe["data"] == redact_urls(data)
+    has_same_settings &= all(len(row["seeds"]) == settings.draws for row in probe["shots"].values())
+    return probe if has_same_settings else None
+
+
+def _check_same_weights(probed: Sequence[EntryResult]) -> None:
+    """Raise DataError if probes of one model name used different weights."""
+    first_of_model: dict[str, EntryResult] = {}
+    for entry_result in probed:
+        probe = entry_result.probe or {}
+        first = first_of_model.setdefault(probe["model"], entry_result)
+        if (first.probe or {})["protocol"]["weights"] != probe["protocol"]["weights"]:
+            raise DataError(
+                f"{first.entry.name} and {entry_result.entry.name}: their probes used different "
+                f"weights of {probe['model']}, so they cannot be compared; run both again",
+                code="data.changed",
+            )
 
 
 def write_summary(

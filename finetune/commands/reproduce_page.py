@@ -30,13 +30,14 @@ from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, 
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std, markdown_table, pluralize
 from finetune.log import logger
-from finetune.recipe.load import Claim, load_recipe
+from finetune.recipe.load import Claim, DataSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
 from finetune.report.comparison import (
     differing_settings,
     read_other_images,
     unstated_differences,
+    whole_images,
 )
 from finetune.report.run_data import Run, read_run
 
@@ -64,7 +65,7 @@ class EntryResult:
         paths: run directories, one per seed; for a probe, the folder of probe.json.
         results: the content of results.json for each path; empty for a probe.
         choices: the results of the grid search; empty without a grid.
-        probe: the content of probe.json; None unless the entry is a probe.
+        probe: the result of `probe_model`; None unless the entry is a probe.
     """
 
     entry: PlanEntry
@@ -84,6 +85,18 @@ class EntryResult:
         """The runs with the data source of the plan, of which they may have read a copy."""
         source = self.planned.data.source
         return [replace(run, recipe=run.recipe.with_source(source)) for run in self.runs]
+
+    @property
+    def images(self) -> tuple[Recipe, Mapping[str, str]]:
+        """What the plan says about the images, and the fingerprints of whole splits that were read.
+
+        Those of the first run: the runs of an entry are checked to have the same. A probe uses only
+        the source.
+        """
+        if self.probe:
+            data = DataSection(source=self.planned.data.source)
+            return self.planned.model_copy(update={"data": data}), self.probe["split_fingerprints"]
+        return whole_images(self.planned_runs[0])
 
     def answered_claims(self) -> list[dict[str, Any]]:
         """Check each run against the plan's claims, and those expected before the run.
@@ -120,9 +133,10 @@ def render_page(
     recipes = {file: load_recipe(file) for file in files if file.name != PLAN_FILENAME}
     earlier = path.parent / "earlier.md"
     earlier_text = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
+    other_images = _find_other_images(entry_results)
     sections: dict[str, list[str]] = {
-        "What was run": _runs_table(entry_results, with_verdicts=disclaimer is None),
-        "Few training images": _probe_table(entry_results),
+        "What was run": _runs_table(entry_results, other_images, with_verdicts=disclaimer is None),
+        "Few training images": _probe_table(entry_results, other_images),
         "Comparison with other programs": []
         if disclaimer
         else _other_programs_table(plan, entry_results),
@@ -155,9 +169,10 @@ def render_page(
 # --- the runs ------------------------------------------------------------------------------------
 
 
-def _runs_table(entry_results: Sequence[EntryResult], *, with_verdicts: bool) -> list[str]:
+def _runs_table(
+    entry_results: Sequence[EntryResult], other_images: Mapping[str, str], *, with_verdicts: bool
+) -> list[str]:
     rows = []
-    other_images = _find_other_images(entry_results)
     for entry_result in entry_results:
         if entry_result.probe:
             continue
@@ -170,8 +185,7 @@ def _runs_table(entry_results: Sequence[EntryResult], *, with_verdicts: bool) ->
         what = summarize_recipe(
             entry_result.runs[0].recipe, planned_source=entry_result.planned.data.source
         )
-        if others := other_images.get(entry_result.entry.name):
-            what += f"; its images or labels differ from those of {others}"
+        what += other_images.get(entry_result.entry.name, "")
         rows.append(
             [
                 f"`{entry_result.entry.name}`",
@@ -200,27 +214,25 @@ def _runs_table(entry_results: Sequence[EntryResult], *, with_verdicts: bool) ->
 
 
 def _find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
-    """Find runs that read other images or labels than other runs of the same planned data.
+    """Find entries that read other images or labels than other entries of the same planned data.
 
-    Returns: a dict from the name of an entry to the names of the entries that differ from it; also
+    Returns: a dict from the name of an entry to a note with the entries that differ from it; also
         logs a warning for each.
     """
-    trained = [entry_result for entry_result in entry_results if entry_result.runs]
-    names = {
-        one.entry.name: [
+    notes = {}
+    for one in entry_results:
+        others = ", ".join(
             f"`{other.entry.name}`"
-            for other in trained
-            if read_other_images([one.planned_runs[0], other.planned_runs[0]])
-        ]
-        for one in trained
-    }
-    found = {name: ", ".join(others) for name, others in names.items() if others}
-    for name, others in found.items():
-        logger.warning(
-            f"{name}: its runs read other images or labels than those of {others}, although the "
-            "plan has the same data for them; remove the wrong runs and run the command again"
+            for other in entry_results
+            if read_other_images([one.images, other.images])
         )
-    return found
+        if others:
+            notes[one.entry.name] = f"; its images or labels differ from those of {others}"
+            logger.warning(
+                f"{one.entry.name}: read other images or labels than {others}, although the plan "
+                "has the same data for them; remove the wrong ones and run the command again"
+            )
+    return notes
 
 
 def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
@@ -236,7 +248,9 @@ def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
     return "; ".join(expectations) or MISSING
 
 
-def _probe_table(entry_results: Sequence[EntryResult]) -> list[str]:
+def _probe_table(
+    entry_results: Sequence[EntryResult], other_images: Mapping[str, str]
+) -> list[str]:
     probed = [
         (entry_result, entry_result.entry.probe, entry_result.probe)
         for entry_result in entry_results
@@ -247,7 +261,8 @@ def _probe_table(entry_results: Sequence[EntryResult]) -> list[str]:
     for entry_result, settings, probe_result in probed:
         assert settings is not None
         name = f"`{entry_result.entry.name}`: `{probe_result['model']}`, "
-        cells = [name + redact_urls(entry_result.planned.data.source)]
+        note = other_images.get(entry_result.entry.name, "")
+        cells = [name + redact_urls(entry_result.planned.data.source) + note]
         expected = dict(zip(settings.shots, settings.expected, strict=False))
         for count in shots:
             text = _format_percent_mean(probe_result["shots"].get(count, {}).get("seeds", ()))
@@ -337,8 +352,10 @@ def _warn_of_other_inputs(runs_by_entry: Mapping[str, Sequence[Run]], direction:
     names = (direction.run, direction.below or "")
     runs = [run for name in names for run in runs_by_entry.get(name, ())]
     keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
-    inputs: Sequence[str] = ["images or labels"] if read_other_images(runs) else []
-    if not inputs and runs and not names_other_inputs(keys, "data"):
+    inputs: Sequence[str] = []
+    if read_other_images([whole_images(run) for run in runs]):
+        inputs = ["images or labels"]
+    elif runs and not names_other_inputs(keys, "data"):
         inputs = unstated_differences(runs)
     if not inputs:
         return False

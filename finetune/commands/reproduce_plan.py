@@ -113,7 +113,9 @@ class PlanEntry(Section):
     name: FolderName = Field(description="prefix of the run folders, followed by the seed")
     recipe: NonEmptyString = Field(description="path of the recipe, relative to the plan's folder")
     probe: ProbeSettings | None = Field(
-        None, description="evaluate features of the recipe's weights on its data; no training"
+        None,
+        description="evaluate features of the recipe's model.name on data.source; no training, and "
+        "no other key of the recipe",
     )
     overrides: tuple[NonEmptyString, ...] = Field(
         (), description="key=value, as on the command line"
@@ -328,6 +330,9 @@ def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
     if entry.probe is not None:
         if entry.probe.expected and len(entry.probe.expected) != len(entry.probe.shots):
             yield "probe.expected: give a range for each of the shots"
+        for override in (*entry.overrides, *entry.final):
+            if (key := override.partition("=")[0].strip()) not in ("model.name", "data.source"):
+                yield f"probe: reads only model.name and data.source, not {key}; remove {override}"
         if entry.grid:
             yield "probe: cannot have a grid; remove the grid"
     for other in entry.beside:

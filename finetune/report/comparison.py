@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ __all__ = [
     "run_rows",
     "unique_run_names",
     "unstated_differences",
+    "whole_images",
 ]
 
 Row = dict[str, Any]
@@ -198,18 +199,26 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def read_other_images(runs: Sequence[Run]) -> bool:
-    """Return True if a split of the source differs between runs, although their recipes name one.
+def whole_images(run: Run) -> tuple[Recipe, Mapping[str, str]]:
+    """Return the recipe of a run, and the fingerprints of the whole splits that it has read."""
+    return run.recipe, run.record.get("whole_fingerprints", {})
+
+
+def read_other_images(images: Sequence[tuple[Recipe, Mapping[str, str]]]) -> bool:
+    """Return True if whole splits differ, although no key of the recipes says so.
 
     Images that a run only held out or left out are no difference.
+
+    Args:
+        images: the result of `whole_images` for each run.
     """
-    fingerprints: dict[str, set[str]] = {}
-    for run in runs:
-        for name, fingerprint in run.record.get("whole_fingerprints", {}).items():
-            fingerprints.setdefault(name, set()).add(fingerprint)
-    if all(len(each) == 1 for each in fingerprints.values()):
+    splits: dict[str, set[str]] = {}
+    for _, fingerprints in images:
+        for name, fingerprint in fingerprints.items():
+            splits.setdefault(name, set()).add(fingerprint)
+    if all(len(each) == 1 for each in splits.values()):
         return False
-    keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
+    keys = [key for key, _ in differing_settings([recipe for recipe, _ in images])]
     return not names_other_inputs(keys, "data", include_draws=False)
 
 

@@ -20,10 +20,11 @@ from refusals import refused
 from small_datasets import random_png, write_file, write_image_folder
 
 from finetune.commands import probe
-from finetune.commands.probe import format_probe, parse_shots, probe_model
+from finetune.commands.probe import format_probe, parse_shots, probe_model, read_probe
 from finetune.data.open_source import open_source
 from finetune.evaluation import linear_probe
 from finetune.evaluation.linear_probe import evaluate_few_shot
+from finetune.model_checksums import json_sha256
 from finetune.models.build import build_model
 from finetune.recipe.load import parse_recipe
 from finetune.training.train import train
@@ -63,7 +64,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def without_timings(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in ("features", "machine")}
+    varying = ("features", "machine", "sha256")
+    return {key: value for key, value in result.items() if key not in varying}
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,15 @@ def test_complete_result_and_its_file(model: str, tmp_path: Path) -> None:
     assert result["knn"]["k"] == 20
     assert result["knn"]["plain"] > 0.5
     saved = json.loads((tmp_path / "new" / "folder" / "probe.json").read_text())
+    assert saved.pop("sha256") == json_sha256(saved)
     assert saved == json.loads(json.dumps(result))
+    assert read_probe(tmp_path / "new" / "folder") == json.loads(json.dumps(result)) | {
+        "shots": result["shots"]
+    }
+    splits = open_source("embedded:digits").splits
+    assert result["split_fingerprints"] == {
+        name: splits[name].fingerprint for name in ("train", "test")
+    }
 
     cached_result = probe_model(model, **arguments)
     assert without_timings(cached_result) == without_timings(result)

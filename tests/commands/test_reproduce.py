@@ -15,6 +15,7 @@ from ranks import run_rank_command, run_two_ranks
 from refusals import refused
 
 from finetune.commands import reproduce as experiments
+from finetune.commands.probe import read_probe
 from finetune.commands.reproduce import format_plan_results, run_plan
 from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.evaluation.claims import VERDICTS
@@ -300,17 +301,16 @@ def test_probe_entries_are_repeated_on_cached_features(
 
     def probe(model: str, **kwargs: Any) -> dict[str, Any]:
         probe_calls.append({"model": model, **kwargs})
-        path = write_probe(kwargs["out"]) / "probe.json"
-        result = {**json.loads(path.read_text()), "data": kwargs["data"]}
-        path.write_text(json.dumps(result))
+        result = read_probe(write_probe(kwargs["out"], model=model, data=kwargs["data"]))
+        assert result is not None
         return result
 
     monkeypatch.setattr(experiments, "probe_model", probe)
     entry = "  - name: few\n    recipe: small.yaml\n    probe: {shots: [1, 5], draws: 2}\n"
-    entry += "    overrides: ['model.name=embedded:vit_nano', 'model.args={}']\nsmoke:"
+    entry += "    overrides: ['model.name=embedded:vit_nano']\nsmoke:"
     Path(plan).write_text(Path(plan).read_text().replace("smoke:", entry))
     summary = run_plan(plan, only=["few"], out=tmp_path / "out")
-    assert summary["probes"]["few"]["shots"]["5"]["accuracy"] == 0.4
+    assert summary["probes"]["few"]["shots"][5]["accuracy"] == 0.4
     expected = {"data": "embedded:digits", "shots": (1, 5), "seeds": 2}
     out = tmp_path / "out" / "few"
     assert probe_calls == [{"model": "embedded:vit_nano", **expected, "out": out}]
@@ -324,6 +324,25 @@ def test_probe_entries_are_repeated_on_cached_features(
     Path(plan).write_text(Path(plan).read_text().replace("draws: 2", "draws: 3"))
     assert run_plan(plan, done=True, out=tmp_path / "out")["probes"] == {}
     assert not fake_training
+
+
+def test_changed_probes_and_probes_of_other_weights_are_refused(plan: str, tmp_path: Path) -> None:
+    entries = "".join(
+        f"  - name: {name}\n    recipe: small.yaml\n    probe: {{shots: [1, 5], draws: 2}}\n"
+        "    overrides: ['model.name=embedded:vit_nano']\n"
+        for name in ("few", "again")
+    )
+    Path(plan).write_text(Path(plan).read_text().replace("smoke:", f"{entries}smoke:"))
+    few, again = (write_probe(tmp_path / name) for name in ("few", "again"))
+    assert list(run_plan(plan, done=True, out=tmp_path)["probes"]) == ["few", "again"]
+    text = (few / "probe.json").read_text()
+    (few / "probe.json").write_text(text.replace("0.5", "0.9"))
+    with refused("checkpoint.damaged", few / "probe.json"):
+        run_plan(plan, done=True, out=tmp_path)
+    (few / "probe.json").write_text(text)
+    write_probe(again, protocol={"test_images": 1000, "width": 8, "weights": "004f"})
+    with refused("data.changed", "few", "again", "weights of embedded:vit_nano"):
+        run_plan(plan, done=True, out=tmp_path)
 
 
 def test_invalid_overrides_are_refused_before_training(

@@ -68,6 +68,7 @@ def test_plan_is_found_by_its_folder_name(plan: str, tmp_path: Path) -> None:
         ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: cannot have a grid"),
         ("name: plain", "name: plain\n    probe: {expected: [[0, 1]]}", "for each of the shots"),
         ("name: plain", "name: plain\n    probe: {draws: 0}", "draws"),
+        ("name: plain", "name: plain\n    probe: {}", "data.source, not optim.steps; remove"),
         ("smoke", f"directions: [{DIRECTION}, below: plan}}]\nsmoke", "did you mean 'plain'"),
         ("smoke", f"directions: [{DIRECTION}}}]\nsmoke", "give trend or below"),
     ],

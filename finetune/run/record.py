@@ -192,7 +192,7 @@ def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | Non
         )
     directory = RunDir(folder)
     recipe = read_recipe(directory)
-    status = read_record(directory).get("status", "unknown")
+    status = read_record(directory).get("status", "done")
     if directory.model_folder.is_dir() and not status.startswith("done"):
         warn_once(
             f"{folder}: is not finished ({status}), so its model may be that of a shorter "

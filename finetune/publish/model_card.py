@@ -161,8 +161,10 @@ def render_card(content: CardContent) -> str:
         _summary_section(content),
         _usage_section(content),
         _results_section(content),
+        _temperature_note(content),
+        _abstention_note(content),
         _export_section(content),
-        _classes_section(content),
+        _classes_section(content, config="[config.json](config.json)"),
         _claims_section(content),
         _training_section(content),
         _plots_section(content),
@@ -190,7 +192,8 @@ def render_adapter_card(content: CardContent) -> str:
         [f"This repository holds only the adapter ({about}) and the classifier.", ""],
         _adapter_usage_section(content),
         _results_section(content),
-        _classes_section(content),
+        _classes_section(content, config="config.json of the merged model"),
+        _data_section(content),
         _limits_section(content),
         [f"The base weights have sha256 `{content.weights.get('sha256')}`.", ""],
     ]
@@ -213,7 +216,8 @@ def _adapter_usage_section(content: CardContent) -> list[str]:
         base = f"build_model({model.name!r}, num_classes={classes}{settings}).model"
     lines += ["from peft import PeftModel", "", f"base = {base}"]
     lines += [f'model = PeftModel.from_pretrained(base, "{content.repository or "THIS_FOLDER"}")']
-    return ["## Use", "", "```python", *lines, "model.eval()", "```", ""]
+    lines += ["model.eval()  # for images that were preprocessed as under Data"]
+    return ["## Use", "", "```python", *lines, "```", ""]
 
 
 def _is_in_timm(architecture: str) -> bool:
@@ -368,12 +372,7 @@ def _results_section(content: CardContent) -> list[str]:
         rows.append([label, f"{measured[0][1]['examples']:,}", *spread])
     heads = ["split", "images", *content.metric_columns.values()]
     lines = ["## Results", "", *markdown_table(heads, rows), ""]
-    return [
-        *lines,
-        *_uncertainty_notes(content),
-        *_temperature_note(content),
-        *_abstention_note(content),
-    ]
+    return [*lines, *_uncertainty_notes(content)]
 
 
 def _export_section(content: CardContent) -> list[str]:
@@ -448,8 +447,12 @@ def _uncertainty_notes(content: CardContent) -> list[str]:
     return lines
 
 
-def _classes_section(content: CardContent) -> list[str]:
-    """For multi-label models: the threshold and the metrics of each label."""
+def _classes_section(content: CardContent, *, config: str) -> list[str]:
+    """For multi-label models: the threshold and the metrics of each label.
+
+    Args:
+        config: Markdown for the file with the thresholds.
+    """
     split = next((one for one in ("test", "val") if content.results.get(one)), None)
     if split is None or not content.is_multilabel:
         return []
@@ -463,7 +466,7 @@ def _classes_section(content: CardContent) -> list[str]:
     if content.results.get("thresholds"):
         origin = (
             "maximizes F1 on the validation images (so val F1 is slightly optimistic) and is in "
-            "[config.json](config.json) under `calibration`."
+            f"{config} under `calibration`."
         )
         if unseen := sum(not row["support"] for row in content.results["val"]["per_class"]):
             origin += f" For {pluralize(unseen, 'label')} without a validation image it is 0.5."

@@ -14,7 +14,12 @@ from huggingface_hub import ModelCard
 
 from finetune.evaluation.confidence_intervals import wilson_interval
 from finetune.evaluation.validation_scores import ValidationScores
-from finetune.publish.model_card import CardContent, license_metadata, render_card
+from finetune.publish.model_card import (
+    CardContent,
+    license_metadata,
+    render_adapter_card,
+    render_card,
+)
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 
@@ -207,6 +212,24 @@ def test_card_lists_the_error_rates_that_the_model_can_keep() -> None:
     marking = render_card(card_content(config={**config, "validation_scores": entry}))
     assert "`finetune predict --unknown` marks" in marking
     assert "--max-error" not in render_card(card_content())
+
+
+def test_adapter_card_has_the_preprocessing_and_no_command_for_whole_models() -> None:
+    """`finetune predict` refuses an adapter alone, which has no config.json."""
+    recipe = parse_recipe(RECIPE.to_yaml(), overrides=["model.adapter={kind: lora, rank: 2}"])
+    num_images = 400
+    scores = ValidationScores(
+        np.arange(num_images, dtype=np.float32),
+        np.zeros(num_images, np.float32),
+        np.zeros(num_images, np.int64),
+        "val",
+    )
+    config = {**card_content().config, "validation_scores": scores.to_config()}
+    content = card_content(recipe=recipe, config=config)
+    assert "finetune predict" in render_card(content)
+    text = render_adapter_card(content)
+    assert "evaluation: `resize(384)`, bicubic, mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5]" in text
+    assert "finetune predict" not in text
 
 
 def test_card_has_usage_results_and_provenance() -> None:

@@ -122,7 +122,7 @@ def _write_data_and_collect_card(
     text = format_json(_publishable_results(results))
     (folder / "results.json").write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    plan: Mapping[str, Any] = record.get("plan", {})
+    plan = record.get("plan", {})
     weights = dict(plan.get("weights", {}))
     weights["source"] = drop_folders(str(weights.get("source") or ""))
     return CardContent(

@@ -35,6 +35,8 @@ from finetune.run.record import (
     describe_split_decisions,
     describe_teacher,
 )
+from finetune.transforms.eval_transforms import default_eval_spec, spec_to_preprocessing
+from finetune.transforms.preprocessing import resolve_preprocessing
 
 __all__ = ["CardContent", "license_metadata", "render_adapter_card", "render_card"]
 
@@ -350,7 +352,23 @@ def _usage_section(content: CardContent) -> list[str]:
         lines += ["timm and transformers cannot run this network; install finetune-vision.", ""]
     for library in ("finetune", *content.libraries):
         lines += ["```python", *code[library], "```", ""]
-    return lines
+    return lines + _transforms_note(content)
+
+
+def _transforms_note(content: CardContent) -> list[str]:
+    """Name the evaluation transforms of the results if config.json does not have them."""
+    spec = content.record.get("plan", {}).get("eval_pipeline")
+    config = content.config["pretrained_cfg"]
+    _, height, width = config["input_size"]
+    preprocessing = resolve_preprocessing(config, (height, width))
+    if not spec or spec_to_preprocessing(preprocessing, spec) == preprocessing:
+        return []
+    return [
+        f"> **Other transforms:** the results below are with `{spec}`, which config.json cannot "
+        f"store. This code uses `{default_eval_spec(preprocessing)}`, so it may give other "
+        "predictions.",
+        "",
+    ]
 
 
 def _results_section(content: CardContent) -> list[str]:

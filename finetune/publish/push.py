@@ -181,7 +181,7 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     if not is_run:  # the cards of a run are written again
         verify_card_results(folder, source=str(run))
     # it is checked that an exported model belongs to the weights
-    plan: Mapping[str, Any] = read_record(RunDir(run)).get("plan", {}) if is_run else {}
+    plan = read_record(RunDir(run)).get("plan", {}) if is_run else {}
     certificate = read_certificate(folder, eval_spec=plan.get("eval_pipeline"))
     export_files = EXPORT_FILES if certificate else ()
     if adapter:

@@ -52,6 +52,7 @@ class PlanRecord(TypedDict, total=False):
     images_read: _Count  # readable training images
     val_images_read: _Count  # only with a validation split
     trainable_parameters: _Count
+    eval_pipeline: str
     images: dict[str, Any]
     weights: dict[str, Any]
     decisions: DecisionsRecord  # only with `data.decisions`

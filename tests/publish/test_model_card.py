@@ -51,7 +51,7 @@ def card_content(**changes: Any) -> CardContent:
             "data_fingerprint": "f" * 64,
             "plan": {
                 "images": {"train": 900, "val": 100, "test": 355},
-                "eval_pipeline": "resize(384)",
+                "eval_pipeline": "resize(400) | center_crop",
             },
         },
         "results": {"steps": 5, "best_step": 4, "test": TEST},
@@ -63,6 +63,7 @@ def card_content(**changes: Any) -> CardContent:
                 "mean": [0.5, 0.5, 0.5],
                 "std": [0.5, 0.5, 0.5],
                 "interpolation": "bicubic",
+                "crop_pct": 0.96,
             },
         },
         "sha256": "cd" * 32,
@@ -228,7 +229,9 @@ def test_adapter_card_has_the_preprocessing_and_no_command_for_whole_models() ->
     content = card_content(recipe=recipe, config=config)
     assert "finetune predict" in render_card(content)
     text = render_adapter_card(content)
-    assert "evaluation: `resize(384)`, bicubic, mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5]" in text
+    assert (
+        "evaluation: `resize(400) | center_crop`, bicubic, mean [0.5, 0.5, 0.5], std [0.5" in text
+    )
     assert "finetune predict" not in text
 
 
@@ -273,6 +276,16 @@ def test_card_has_usage_results_and_provenance() -> None:
     text = render_card(card_content(results=results, config=config))
     assert "in `config.json`, 0.2775, was fitted after the test split had been evaluated" in text
     assert "changes the test loss" not in text
+
+
+def test_transforms_that_the_code_of_the_card_does_not_use_are_named() -> None:
+    record = card_content().record
+    assert "Other transforms" not in render_card(card_content())
+    for spec in ("center_crop(300) | resize(384)", "resize(384)"):
+        plan = {**record["plan"], "eval_pipeline": spec}
+        text = render_card(card_content(record={**record, "plan": plan}))
+        assert f"the results below are with `{spec}`" in text
+        assert "This code uses `resize(400) | center_crop((384, 384))`" in text
 
 
 @pytest.mark.parametrize("architecture", OWN_ARCHITECTURES)

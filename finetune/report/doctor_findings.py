@@ -108,8 +108,9 @@ class DoctorFindings:
                 code="recipe.wrong_value",
             ) from None
         self.page = folder / "doctor.html"
-        self._splits = {*content["splits"]}
-        self._fingerprints = {split["fingerprint"] for split in content["splits"].values()}
+        self._fingerprints = {
+            name: split["fingerprint"] for name, split in content["splits"].items()
+        }
         self._source = content["source"]
         self._notes: dict[tuple[str, str], list[tuple[DiagnosedImage, str]]] = {}
         for image in content["label_errors"]:
@@ -127,36 +128,62 @@ class DoctorFindings:
         self._notes.setdefault((image["split"], image["path"]), []).append((image, note))
 
     def warn_if_other_data(self, run: Run) -> None:
-        """Log a warning if the doctor has looked at other data than that of a run."""
-        source = run.recipe.data.source
-        # a split that the run has changed, such as train without val, has another fingerprint
-        shared = self._fingerprints & {*run.record.get("split_fingerprints", {}).values()}
-        if shared or _absolute(self._source) == _absolute(source):
-            return
+        """Log a warning if the doctor has inspected other data than that of a run."""
+        source, changed = run.recipe.data.source, self._changed_splits(run)
+        other = f"{run.path} was trained on {source}"
+        if _absolute(self._source) == _absolute(source):
+            if not changed:
+                return
+            other = f"{run.path} was trained on other images or labels in {', '.join(changed)}"
+        elif {*self._fingerprints.values()} & {*_whole_fingerprints(run).values()} and not changed:
+            return  # the same data at another path
         logger.warning(
-            f"--doctor: {self.page.parent}: these findings are of {self._source}, but {run.path} "
-            f"was trained on {source}; create those of its data with: finetune data doctor "
-            f"{shlex.quote(source)} --out DIR"
+            f"--doctor: {self.page.parent}: these findings are of {self._source}, but {other}; "
+            f"create those of its data with: finetune data doctor {shlex.quote(source)} --out DIR"
         )
 
-    def describe(self, split: str, mistake: Mapping[str, Any], digest: str | None) -> str:
-        """Return the doctor's opinion of an image; "" if the doctor has not seen its split.
+    def _changed_splits(self, run: Run) -> list[str]:
+        """Return the splits whose images or labels are not those that the doctor has inspected.
+
+        Empty if the recipe changes whole splits, so that the fingerprints cannot be compared.
+        """
+        data = run.recipe.data
+        if data.classes or data.decisions or data.group or data.merge_val or data.streaming:
+            return []
+        recorded = _whole_fingerprints(run)
+        return [
+            name
+            for name, fingerprint in self._fingerprints.items()
+            if recorded.get(name, fingerprint) != fingerprint
+        ]
+
+    def describe(self, run: Run, mistake: Mapping[str, Any], digest: str | None) -> str:
+        """Return the doctor's opinion of an image of the split that a run reports.
 
         Args:
-            split: split of the image in the run; a val split may be a part of train in the source.
+            run: the run; its val split may be a part of train in the source.
             mistake: "name" of the image, and "label" as shown on the page.
             digest: hexadecimal digest of the image's content; None if unknown.
+        Returns: the findings about the same image and label; "nothing found"; "not known" if the
+            doctor may have inspected another image or label; "" if it has not seen the split.
         """
-        split = split if split in self._splits else "train"
-        if split not in self._splits:
+        split = run.reported_split if run.reported_split in self._fingerprints else "train"
+        if split not in self._fingerprints:
             return ""
+        found = self._notes.get((split, mistake["name"]), [])
         notes = [
             note
-            for image, note in self._notes.get((split, mistake["name"]), ())
+            for image, note in found
             if "suggested" not in image or _join_names(image.get("given")) == mistake["label"]
             if digest is None or image.get("digest") in (None, digest)
         ]
-        return "; ".join(notes) or "nothing found"
+        is_other = bool(found) or split in self._changed_splits(run)
+        return "; ".join(notes) or ("not known" if is_other else "nothing found")
+
+
+def _whole_fingerprints(run: Run) -> Mapping[str, str]:
+    fingerprints: Mapping[str, str] = run.record.get("whole_fingerprints", {})
+    return fingerprints
 
 
 def _absolute(source: str) -> str:

@@ -66,7 +66,7 @@ def mistake_rows(
         row |= {"name": row["name"] or "", "picture": picture, "small": small, "doctor": ""}
         if findings is not None:
             digest = _digest(split, mistake) if split is not None and picture else None
-            row["doctor"] = findings.describe(run.reported_split, row, digest)
+            row["doctor"] = findings.describe(run, row, digest)
         rows.append(row)
     if split is not None and rows and not any(row["picture"] for row in rows):
         note = "Images are not shown: the data has changed since the run."

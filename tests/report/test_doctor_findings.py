@@ -58,7 +58,7 @@ def test_mistakes_show_the_findings_about_the_same_image_and_label(tmp_path: Pat
     rows, _ = mistake_rows(run, *open_reported_split(run), findings)
     assert [row["doctor"] for row in rows] == [
         "label probably <b>7 (98 % sure)",
-        "nothing found",
+        "not known",
         "leak of digits row 9 in train; outlier: over exposed",
     ]
     rows, _ = mistake_rows(run, None, "", findings)  # the data cannot be opened
@@ -86,17 +86,22 @@ def test_findings_of_other_data_are_said(tmp_path: Path, caplog: pytest.LogCaptu
     doctor = write_findings(tmp_path / "doctor")
     content = json.loads((doctor / "doctor.json").read_text())
     splits = {"test": {"images": 1, "fingerprint": "ab"}}
-    for source, fingerprint, is_other in (
-        ("folder:photos", "cd", True),
-        ("folder:moved", "ab", False),
-        ("embedded:digits", "cd", False),
+    for source, fingerprint, other in (
+        ("folder:photos", "cd", "was trained on embedded:digits"),
+        ("folder:moved", "ab", ""),
+        ("embedded:digits", "cd", "was trained on other images or labels in test"),
+        ("embedded:digits", "ab", ""),
     ):
         caplog.clear()
         text = json.dumps({**content, "source": source, "splits": splits})
         (doctor / "doctor.json").write_text(text)
-        run.record["split_fingerprints"] = {"test": fingerprint}
-        DoctorFindings(doctor).warn_if_other_data(run)
-        assert ("these findings are of folder:photos" in caplog.text) == is_other
+        run.record["whole_fingerprints"] = {"test": fingerprint}
+        findings = DoctorFindings(doctor)
+        findings.warn_if_other_data(run)
+        assert (f"these findings are of {source}" in caplog.text) == bool(other)
+        assert other in caplog.text
+        opinion = findings.describe(run, {"name": "an image", "label": "3"}, None)
+        assert opinion == ("nothing found" if fingerprint == "ab" else "not known")
 
 
 def test_refuses_other_files(tmp_path: Path) -> None:

@@ -404,9 +404,9 @@ def _read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     inputs = {_DATA: _data_sha256(record["whole_fingerprints"], classes)}
     weights = {key: record["plan"]["weights"].get(key) for key in ("sha256", "config_sha256")}
     inputs[f"the pretrained weights {recipe.model.name}"] = json_sha256(weights)
-    if teacher := record.get("teacher"):
-        keys = ("sha256", "config_sha256")
-        inputs["the weights of the teacher"] = json_sha256({key: teacher.get(key) for key in keys})
+    if recipe.distill and (teacher := record.get("teacher")):
+        weights = {key: teacher.get(key) for key in ("sha256", "config_sha256")}
+        inputs[f"the weights of the teacher {recipe.distill.teacher}"] = json_sha256(weights)
     # with data.unreadable=quarantine, another machine may read other images of the same split
     readable = [record["plan"].get(key) for key in ("images_read", "val_images_read")]
     inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(readable)

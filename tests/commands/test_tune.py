@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from doubles import Double
 from logs import logged
+from networks import save_random_network
 from PIL import Image
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -794,6 +795,17 @@ class TestTuneRecipe:
         with refused("recipe.not_this_run", "has another recipe"):
             recipe = load_recipe(tuned, ["optim.weight_decay=0.1"])
             tune.tune_recipe(recipe, out, minutes=30, resume=True)
+
+    def test_teachers_of_a_search_may_differ(self, tuned: Path, tmp_path: Path) -> None:
+        first, second = (
+            save_random_network(tmp_path / name, "vit") for name in ("first", "second")
+        )
+        text = tuned.read_text().partition("tune:")[0]
+        text += f"distill: {{teacher: {first}, kind: features}}\n"
+        tuned.write_text(f"{text}tune: {{distill.teacher: [{first}, {second}]}}\n")
+        out = tmp_path / "run"
+        assert cli.main(["tune", str(tuned), "--out", str(out), "--minutes", "30"]) == 0
+        assert {trial.is_finished for trial in read_search(out).trials} == {True}
 
     @pytest.mark.parametrize(
         "arguments, named",

@@ -97,14 +97,15 @@ def compare_models(
         out: a folder for compare.json and compare.html.
         fail_if: limit on the change of a metric.
     Returns: the content of compare.json, and the error if the limit is exceeded. The content has
-        the keys "a", "b" ({"model", "parameters", "size_bytes", "image_size", "latency_ms"}),
-        "data", "split", "data_changed", "images", "decisions" (see `split_decisions`, only if they
-        have changed the split), "class_names", "top1", "top5" (the result of
-        `compare_correct`), "loss" (that of `compare_loss`), "negative_flip_rate", "both_wrong"
-        (images with two different wrong answers), "flips" (the images that only one model has
-        right, the surest answers of the second model first), "slices" (see `rank_slices`),
-        "small_slices" and "fail_if" ({"condition", "failed", "message"}, or None). On ranks other
-        than 0, "slices" is empty.
+        the keys "a", "b" ({"model", "parameters", "size_bytes", "image_size", "latency_ms",
+        "leakage"}, the last as `warn_of_training_images` returns it), "data", "split",
+        "data_changed", "images", "decisions" (see `split_decisions`, only if they have changed the
+        split), "class_names", "top1", "top5" (the result of `compare_correct`), "loss" (that of
+        `compare_loss`), "negative_flip_rate", "both_wrong" (images with two different wrong
+        answers), "flips" (the images that only one model has right, the surest answers of the
+        second model first), "slices" (see `rank_slices`), "small_slices" and "fail_if"
+        ({"condition", "failed", "message"}, or None). On ranks other than 0, "slices" and "leakage"
+        are empty.
     Raises: RecipeError if both are the same model, their classes differ, or one is multi-label;
         DataError for unsuitable data or an unreadable image; SetupError if `out` cannot be written.
     """
@@ -135,9 +136,12 @@ def compare_models(
         first, recipes[0], section, seed=seed, split=split, accelerator=accelerator
     )
     check_same_models_on_all_ranks(built)
+    leakage: list[list[str]] = [[], []]
     if accelerator.is_main_process:
-        for name, recipe in zip(names, recipes, strict=True):
+        leakage = [
             warn_of_training_images(name, recipe, source, split)
+            for name, recipe in zip(names, recipes, strict=True)
+        ]
     networks, stores, evaluated, class_names = [], [], [], []
     for name, recipe, each in zip(names, recipes, built, strict=True):
         network, loader, classes = prepare_evaluation(
@@ -174,8 +178,9 @@ def compare_models(
             "model?"
         )
     compared_split, num_images = stores[0], len(a["top1"])
+    costs = _describe_costs(names, built, networks, accelerator)
     result: dict[str, Any] = {
-        **_describe_costs(names, built, networks, accelerator),
+        **{key: {**costs[key], "leakage": leakage[index]} for index, key in enumerate(("a", "b"))},
         "data": redact_urls(section.source),
         "split": split,
         "data_changed": data_changed,

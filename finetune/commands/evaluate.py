@@ -133,6 +133,7 @@ def evaluate_model(
         out: the folder to pass to `write_evaluation` later; only checked here, before evaluating.
     Returns: the result of `Evaluator.results`, plus the keys "model", "data", "split",
         "data_changed" (True if the split of the run's own data has changed since the run),
+        "leakage" (the result of `warn_of_training_images`; empty on ranks other than 0),
         "decisions" (see `split_decisions`, only if they have changed the split), "class_names",
         "tta" (only with `tta`) and "corrupted" (only with `corrupt`): {"rows": [{"kind",
         "severity", "top1", "loss", "ece"}], "mean": {"top1", …}}.
@@ -181,8 +182,9 @@ def evaluate_model(
         model, recipe, section, seed=seed, split=split, accelerator=accelerator
     )
     check_same_models_on_all_ranks([built])
+    leakage: list[str] = []
     if accelerator.is_main_process:
-        warn_of_training_images(model, recipe, source, split)
+        leakage = warn_of_training_images(model, recipe, source, split)
     network, loader, class_names = prepare_evaluation(
         model,
         built,
@@ -245,6 +247,7 @@ def evaluate_model(
         "data": redact_urls(section.source),
         "split": split,
         "data_changed": data_changed,
+        "leakage": leakage,
         **({"tta": tta} if tta else {}),
         **result,
         **split_decisions(source, split),

@@ -53,6 +53,10 @@ def render_model_comparison(result: Mapping[str, Any], split: Split) -> str:
         both_wrong=result["both_wrong"],
         metrics=[(key, describe_difference(key, result[key], num_images)) for key in metrics],
         p_value_exact=format_p_value(top1["p_value_exact"]),
+        notes=[
+            *["The images or labels have changed since the run of A."] * result["data_changed"],
+            *(f"{key.upper()}: {leak}" for key in ("a", "b") for leak in result[key]["leakage"]),
+        ],
         failure=(result["fail_if"] or {}).get("message", ""),
         flips=[
             ("broken", "Broken by B", len(broken), _flip_rows(broken, split)),

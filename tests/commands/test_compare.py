@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -229,11 +230,18 @@ class TestPhotos:
         assert {row["images"] for row in slices if row["kind"] == "size"} == {30}
 
     def test_other_runs_own_split_is_checked(
-        self, photos: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+        self, photos: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """The validation images of A are training images of B, which has another split seed."""
-        result = compare(*photos[1:], split="val")
+        result = compare(*photos[1:], split="val", out=tmp_path)
         err = capsys.readouterr().err
+        [leak] = result["b"]["leakage"]
+        assert (result["a"]["leakage"], result["b"]["leakage"]) == ([], [leak])
+        assert json.loads((tmp_path / "compare.json").read_text())["b"]["leakage"] == [leak]
+        page = html.unescape((tmp_path / "compare.html").read_text())
+        assert f"B: {leak}" in page
+        assert f"A: {leak}" not in page
+        assert "have changed since" not in page
         assert f"{photos[2]}: split 'val': " in err
         assert "are copies of train images" in err
         assert f"{photos[1]}: " not in err

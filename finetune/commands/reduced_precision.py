@@ -26,9 +26,11 @@ from finetune.commands.export_formats import ExportedModel, load_exported
 from finetune.commands.quantize_onnx import Int8Quantizer, convert_to_fp16
 from finetune.data.from_recipe import open_data
 from finetune.data.source import Split
+from finetune.data.thread_pool import thread_map
 from finetune.errors import DataError, RecipeError, WeightsError
 from finetune.evaluation.paired import compare_correct, paired_interval
 from finetune.formatting import pluralize
+from finetune.host_resources import num_cores
 from finetune.progress import item_bar
 from finetune.run.directory import RunDir
 from finetune.run.record import load_run_recipe, read_record
@@ -61,12 +63,14 @@ class ReducedPrecision:
         max_drop: largest drop of the accuracy, in percentage points.
         calibration: training images to compute the ranges of INT8 from.
         validation: labeled images to measure the accuracy on, in random order.
+        data_changed: True if images or labels differ from those of the run.
     """
 
     kind: str
     max_drop: float
     calibration: Split
     validation: Split
+    data_changed: bool
 
 
 def open_reduced_precision(
@@ -112,18 +116,45 @@ def open_reduced_precision(
             f"--{kind} cannot measure the accuracy; restore the names of the class folders",
             code="data.changed",
         )
-    warn_if_changed(model, source, "val")
-    warn_if_changed(model, source, "train")  # its images calibrate the ranges of INT8
+    # train images calibrate the ranges of INT8
+    changed = [warn_if_changed(model, source, name) for name in ("val", "train")]
     warn_of_training_images(model, recipe, source, "val")
     train, validation = splits["train"], splits["val"]
     count = min(len(train), _NUM_CALIBRATION_IMAGES)
     chosen = np.random.default_rng(0).permutation(len(validation))[:_MAX_VALIDATION_IMAGES]
+    calibration, validation = (
+        train.subset(np.arange(count) * len(train) // count),
+        validation.subset(chosen),
+    )
+    if recipe.data.unreadable == "quarantine" and not train.is_streamed:
+        calibration, validation = _drop_unreadable(calibration), _drop_unreadable(validation)
     return ReducedPrecision(
         kind,
         max_drop=max_drop,
-        calibration=train.subset(np.arange(count) * len(train) // count),
-        validation=validation.subset(chosen),
+        calibration=calibration,
+        validation=validation,
+        data_changed=any(changed),
     )
+
+
+def _drop_unreadable(split: Split) -> Split:
+    """Leave out the images that cannot be decoded, as a run with data.unreadable=quarantine does.
+
+    Raises: DataError if no image is left.
+    """
+
+    def error_of(index: int) -> DataError | None:
+        try:
+            split.decode(index)
+        except DataError as error:
+            return error
+        return None
+
+    errors = list(thread_map(error_of, range(len(split)), num_cores()))
+    readable = [index for index, error in enumerate(errors) if error is None]
+    if not readable and errors[0] is not None:
+        raise errors[0]
+    return split.subset(np.array(readable)) if len(readable) < len(split) else split
 
 
 def reduce_precision(
@@ -140,9 +171,9 @@ def reduce_precision(
         name: name of the export, for error messages.
     Returns: a dict with keys "precision", "accuracy_float", "accuracy" (0 to 1; multi-label: share
         of images with all labels right), "drop" (in points), "drop_interval" (95 %, paired),
-        "max_drop", "num_validation_images", "num_changed" (images that only one of both has right),
-        "latency_ms_float", "latency_ms", "bytes_float"; with INT8 also "num_layers",
-        "float_layers" (names) and "num_calibration_images".
+        "max_drop", "num_validation_images", "data_changed" (see `ReducedPrecision`), "num_changed"
+        (images that only one of both has right), "latency_ms_float", "latency_ms", "bytes_float";
+        with INT8 also "num_layers", "float_layers" (names) and "num_calibration_images".
     Raises: WeightsError if the accuracy drops by more than `max_drop`, or nothing can be converted.
     """
     if len(list(path.parent.iterdir())) > 1:
@@ -172,6 +203,7 @@ def reduce_precision(
                     "drop_interval": [low, high],
                     "max_drop": reduced.max_drop,
                     "num_validation_images": len(actual_N),
+                    "data_changed": reduced.data_changed,
                     "num_changed": compared["fixed"] + compared["broken"],
                     "latency_ms_float": float_ms,
                     "latency_ms": reduced_ms,

@@ -415,6 +415,8 @@ def _export_section(content: CardContent) -> list[str]:
     if reduced := export.get("reduced"):
         compared = "Before its conversion, compared"
         images = pluralize(reduced["num_validation_images"], "validation image")
+        if reduced["data_changed"]:
+            images += " of other data than the run's"
         lines = [
             f"It is in {reduced['precision']}: {format_percent(reduced['accuracy'])} accuracy on "
             f"{images}, {format_percent(reduced['accuracy_float'])} in float32.",

@@ -18,7 +18,7 @@ from refusals import refused
 from small_datasets import write_image_folder
 
 from finetune.commands.export import export_model, format_export
-from finetune.commands.reduced_precision import open_reduced_precision
+from finetune.commands.reduced_precision import ReducedPrecision, open_reduced_precision
 from finetune.data.open_source import open_source
 from finetune.models.build import build_model
 from finetune.models.save import save_model
@@ -126,6 +126,7 @@ def test_certificate_has_the_paired_accuracy(int8: dict[str, Any]) -> None:
     reduced = certificate["export"]["reduced"]
     assert reduced == int8["reduced"]
     assert (reduced["precision"], reduced["num_calibration_images"]) == ("int8", 128)
+    assert not reduced["data_changed"]
     assert reduced["num_validation_images"] > 400
     low, high = reduced["drop_interval"]
     assert low < reduced["drop"] <= min(high, reduced["max_drop"])
@@ -236,6 +237,12 @@ def test_a_run_whose_classes_have_changed_is_refused(digits_run: Path, tmp_path:
         export_model(str(run), out=str(tmp_path / "out"), precision="int8")
 
 
+def open_validation(run: Path, data: str | None = None) -> ReducedPrecision:
+    return open_reduced_precision(
+        str(run), "int8", max_drop=0.5, format="onnx", preprocessing=True, data=data
+    )
+
+
 def test_unfit_validation_images_are_reported(
     tmp_path: Path, no_plots: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,25 +250,33 @@ def test_unfit_validation_images_are_reported(
         tmp_path / "data", {f"{split}/{name}": 4 for split in ("train", "val") for name in "ab"}
     )
     shutil.copy(tmp_path / "data/train/a/0.png", tmp_path / "data/val/a/copy.png")
-    train(parse_recipe(tiny_recipe_text(source=source)), out=tmp_path / "run")
+    run = tmp_path / "run"
+    train(parse_recipe(tiny_recipe_text(source=source)), out=run)
+    moved = f"folder:{shutil.copytree(tmp_path / 'data', tmp_path / 'moved')}"
 
-    def open_validation(data: str | None = None) -> str:
+    def check(*, num_copies: int, data_changed: bool, data: str | None = None) -> None:
         capsys.readouterr()
-        open_reduced_precision(
-            str(tmp_path / "run"),
-            "int8",
-            max_drop=0.5,
-            format="onnx",
-            preprocessing=True,
-            data=data,
-        )
-        return capsys.readouterr().err
+        assert open_validation(run, data).data_changed == data_changed
+        said = capsys.readouterr().err
+        assert f"{num_copies} of 9 images are copies of train images" in said
+        assert ("images, labels or classes of 'val' have changed" in said) == data_changed
 
-    assert "1 of 9 images are copies of train images" in (said := open_validation())
-    assert "have changed" not in said
-    moved = shutil.copytree(tmp_path / "data", tmp_path / "moved")
-    assert "have changed" not in open_validation(f"folder:{moved}")
+    check(num_copies=1, data_changed=False)
+    check(num_copies=1, data_changed=False, data=moved)
     shutil.copy(tmp_path / "data/train/b/0.png", tmp_path / "data/val/b/0.png")
-    assert "images, labels or classes of 'val' have changed" in (said := open_validation())
-    assert "2 of 9 images are copies of train images" in said
-    assert "have changed" not in open_validation(f"folder:{moved}")
+    check(num_copies=2, data_changed=True)
+    check(num_copies=1, data_changed=False, data=moved)
+
+
+def test_images_that_the_run_left_out_are_left_out(tmp_path: Path, no_plots: None) -> None:
+    source = write_image_folder(
+        tmp_path / "data", {f"{split}/{name}": 4 for split in ("train", "val") for name in "ab"}
+    )
+    for name in ("train/a", "val/b"):
+        (tmp_path / "data" / name / "2.png").write_bytes(b"not an image")
+    recipe = tiny_recipe_text("unreadable: quarantine", source=source)
+    train(parse_recipe(recipe), out=tmp_path / "run")
+    opened = open_validation(tmp_path / "run")
+    for split, label in ((opened.calibration, 0), (opened.validation, 1)):
+        assert np.bincount(split.labels).tolist() == [3 + label, 4 - label]
+        assert len([split.decode(index) for index in range(len(split))]) == 7

@@ -392,8 +392,13 @@ def test_exported_model_is_described() -> None:
     assert re.search(r"\| onnxruntime-web 1\.30\.0 +\| 100\.0 % +\| 2\.0e-06 +\| 90\.0 +\|", card)
     assert "## Export" not in render_card(card_content())
     reduced = {"precision": "INT8", "num_validation_images": 500}
-    export["reduced"] = {**reduced, "accuracy": 0.9, "accuracy_float": 0.902}
-    card = render_card(
-        card_content(certificate={"versions": {"onnxruntime": "1.32.0"}, "export": export})
-    )
-    assert "in INT8: 90.00 % accuracy on 500 validation images, 90.20 % in float32." in card
+    for data_changed, images in (
+        (False, "500 validation images"),
+        (True, "500 validation images of other data than the run's"),
+    ):
+        figures = {"accuracy": 0.9, "accuracy_float": 0.902, "data_changed": data_changed}
+        export["reduced"] = {**reduced, **figures}
+        card = render_card(
+            card_content(certificate={"versions": {"onnxruntime": "1.32.0"}, "export": export})
+        )
+        assert f"in INT8: 90.00 % accuracy on {images}, 90.20 % in float32." in card

@@ -132,7 +132,9 @@ class PlanEntry(Section):
         (0,), description="one run for each; the grid search uses the first"
     )
     claims: tuple[Claim, ...] | None = Field(
-        None, description="published results to check this run against; null: the recipe's claims"
+        None,
+        description="published results to check this run against; null: the recipe's claims, which "
+        "are about its own data.source",
     )
     reported: NonEmptyString | None = Field(
         None, description="a published result to show next to ours, without checking it"
@@ -327,12 +329,18 @@ def _find_entry_problems(entry: PlanEntry) -> Iterator[str]:
         yield "seeds: the list is empty; give at least one seed"
     elif len(set(entry.seeds)) < len(entry.seeds):
         yield "seeds: the list contains a duplicate; remove it"
+    keys = [override.partition("=")[0].strip() for override in (*entry.overrides, *entry.final)]
+    if "data.source" in [*keys, *entry.grid] and entry.claims is None and entry.probe is None:
+        yield (
+            "claims: the recipe's claims are about its own data, but this run has another "
+            "data.source; give claims about this data, or claims: []"
+        )
     if entry.probe is not None:
         if entry.probe.expected and len(entry.probe.expected) != len(entry.probe.shots):
             yield "probe.expected: give a range for each of the shots"
-        for override in (*entry.overrides, *entry.final):
-            if (key := override.partition("=")[0].strip()) not in ("model.name", "data.source"):
-                yield f"probe: reads only model.name and data.source, not {key}; remove {override}"
+        for key in keys:
+            if key not in ("model.name", "data.source"):
+                yield f"probe: reads only model.name and data.source, not {key}; remove it"
         if entry.grid:
             yield "probe: cannot have a grid; remove the grid"
     for other in entry.beside:

@@ -140,7 +140,7 @@ def test_only_a_run_of_the_full_recipe_decides_a_claim(plan_path: Path) -> None:
 
 
 def test_a_run_that_the_plan_trained_on_other_data_decides_no_claim(plan_path: Path) -> None:
-    other = "whole, overrides: ['data.source=folder:other/images'],"
+    other = "whole, claims: [], overrides: ['data.source=folder:other/images'],"
     plan_path.write_text(plan_path.read_text().replace("whole,", other, 1))
     (answer, *_) = [row[4] for row in table_rows(render(plan_path), CLAIMS) if "whole" in row[4]]
     assert answer == "by a smaller run, `whole`"

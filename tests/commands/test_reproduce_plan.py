@@ -68,6 +68,11 @@ def test_plan_is_found_by_its_folder_name(plan: str, tmp_path: Path) -> None:
         ("    seeds: [3, 4]", "    probe: {}\n    seeds: [3, 4]", "probe: cannot have a grid"),
         ("name: plain", "name: plain\n    probe: {expected: [[0, 1]]}", "for each of the shots"),
         ("name: plain", "name: plain\n    probe: {draws: 0}", "draws"),
+        (
+            "    final: [data.val_fraction=0]",
+            "    final: ['data.source=folder:a']",
+            "about its own data",
+        ),
         ("name: plain", "name: plain\n    probe: {}", "data.source, not optim.steps; remove"),
         ("smoke", f"directions: [{DIRECTION}, below: plan}}]\nsmoke", "did you mean 'plain'"),
         ("smoke", f"directions: [{DIRECTION}}}]\nsmoke", "give trend or below"),

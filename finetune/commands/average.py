@@ -22,7 +22,12 @@ from finetune.data.source import Source
 from finetune.errors import DataError, RecipeError, SetupError, WeightsError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
-from finetune.files import file_sha256, make_writable_folder, staging_folder
+from finetune.files import (
+    explain_disk_errors,
+    file_sha256,
+    make_writable_folder,
+    staging_folder,
+)
 from finetune.formatting import pluralize
 from finetune.log import logger
 from finetune.model_checksums import verify_model_folder
@@ -445,8 +450,12 @@ def _write_model_folder(
     validation_scores: dict[str, Any] | None,
     leaks: list[str],
 ) -> None:
-    """Write the model folder atomically."""
-    with staging_folder(folder) as model_folder:
+    """Write the model folder atomically. Raises: SetupError if the disk is full."""
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    with (
+        explain_disk_errors(folder, needed_bytes=num_bytes),
+        staging_folder(folder) as model_folder,
+    ):
         save_trained_model(model_folder, setup, state, results, validation_scores)
         # safetensors writes its file with mode 0600
         shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")

@@ -147,6 +147,11 @@ def _use_cached(
             code="hub.unreachable",
         )
     sha256 = verify_checksum(cached_path)
+    if not cached_path.is_symlink():
+        warn_once(
+            f"{cached_path}: cannot be compared with the Hub's hash, because {cause} and the cache "
+            "has no symlinks"
+        )
     if sha256 is None:
         raise WeightsError(
             f"{display_name}: {filename} in the cache is damaged (its checksum does not match), "

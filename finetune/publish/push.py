@@ -44,7 +44,7 @@ from finetune.publish.push_checks import (
     is_run_dir,
 )
 from finetune.publish.upload import UploadJob
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, lock_run
 from finetune.run.record import read_record
 
 __all__ = ["push", "push_static_files"]
@@ -83,39 +83,42 @@ def push(
     Returns: a dict with keys `repository`, `url`, `commit` (its sha), `changed` (False if the Hub
         already had all files, so there is no new commit), `revision`, `files` and `deleted`.
     Raises: RecipeError for an invalid name; CheckpointError or WeightsError if the model is
-        missing or damaged; HubError if the Hub refuses or fails; Interrupted after a signal.
+        missing or damaged; SetupError if another process uses the run; HubError if the Hub refuses
+        or fails; Interrupted after a signal.
     """
     retry_command = _push_command(
         str(run), repository, {"--private": private, "--adapter": adapter}, revision, message
     )
-    folder, names, is_run = _select_files(Path(run), adapter=adapter)
-    text = (message or "").strip() or f"Push the model with finetune {__version__}"
-    try:
-        check_rights(repository, private=private, revision=revision)
-        if is_run:
-            rewrite_artifacts(
-                RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
-            )
-        files = files_to_push(folder, names)
-        check_weights(files)
-        check_results(files)
-        check_no_secrets(files, text, Path(run))
-        check_card(repository, files)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"{repository}: stopped before anything was sent; push again with: {retry_command}",
-            signal.SIGINT,
-        ) from None
-    job = UploadJob(
-        repository=repository,
-        branch=revision or DEFAULT_BRANCH,
-        private=private,
-        commit_message=text,
-        retry_command=retry_command,
-        files={name: str(path.absolute()) for name, path in files.items()},
-        own_names=_OWN_NAMES,
-    )
-    return _upload(job)
+    is_run = is_run_dir(Path(run))
+    with lock_run(Path(run)) if is_run else contextlib.nullcontext():
+        folder, names = _select_files(Path(run), is_run=is_run, adapter=adapter)
+        text = (message or "").strip() or f"Push the model with finetune {__version__}"
+        try:
+            check_rights(repository, private=private, revision=revision)
+            if is_run:
+                rewrite_artifacts(
+                    RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
+                )
+            files = files_to_push(folder, names)
+            check_weights(files)
+            check_results(files)
+            check_no_secrets(files, text, Path(run))
+            check_card(repository, files)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{repository}: stopped before anything was sent; push again with: {retry_command}",
+                signal.SIGINT,
+            ) from None
+        job = UploadJob(
+            repository=repository,
+            branch=revision or DEFAULT_BRANCH,
+            private=private,
+            commit_message=text,
+            retry_command=retry_command,
+            files={name: str(path.absolute()) for name, path in files.items()},
+            own_names=_OWN_NAMES,
+        )
+        return _upload(job)
 
 
 def push_static_files(
@@ -170,12 +173,11 @@ def _push_command(
     )
 
 
-def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], bool]:
-    """Return the folder to push, the allowed file names, and True if it belongs to a run.
+def _select_files(run: Path, *, is_run: bool, adapter: bool) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder to push, and the allowed file names.
 
     Raises: CheckpointError or WeightsError if the model or the adapter is missing or damaged.
     """
-    is_run = is_run_dir(run)
     folder = run / "model" if is_run else run
     verify_model_folder(folder, source=str(run))
     if not is_run:  # the cards of a run are written again
@@ -185,8 +187,8 @@ def _select_files(run: Path, *, adapter: bool) -> tuple[Path, tuple[str, ...], b
     certificate = read_certificate(folder, eval_spec=plan.get("eval_pipeline"))
     export_files = EXPORT_FILES if certificate else ()
     if adapter:
-        return adapter_folder(folder), PUBLISHED_ADAPTER_FILES, is_run
-    return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER), is_run
+        return adapter_folder(folder), PUBLISHED_ADAPTER_FILES
+    return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER)
 
 
 # --- upload --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
@@ -46,7 +46,7 @@ from finetune.run.integrity import (
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 
-__all__ = ["SEARCH_FILE", "RunDir", "format_json", "resume_command", "whole_run"]
+__all__ = ["SEARCH_FILE", "RunDir", "format_json", "lock_run", "resume_command", "whole_run"]
 
 SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # `Path` keeps one slash
@@ -62,6 +62,27 @@ _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 # The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
 # not exclude another RunDir of the same process.
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Lock a run directory, so that no other process trains it, unless this process has it open.
+
+    Raises: SetupError if another process uses the run.
+    """
+    if _holds_lock(folder):
+        yield
+        return
+    with contextlib.closing(RunDir(folder)) as run:
+        run.open()
+        yield
+
+
+def _holds_lock(run: Path) -> bool:
+    """True if this process has opened a run directory."""
+    lock_path = run / ".lock"
+    holder = _HELD_LOCKS.get(_device_and_inode(lock_path)) if os.path.lexists(lock_path) else None
+    return holder is not None and holder._lock_pid == os.getpid()
 
 
 def whole_run(path: Path) -> Path:
@@ -147,12 +168,7 @@ class RunDir:
             if self.path.is_dir():
                 check_no_symlinks(self.path)
                 # Check before opening: closing the file again would release this process's lock.
-                holder = (
-                    _HELD_LOCKS.get(_device_and_inode(lock_path))
-                    if os.path.lexists(lock_path)
-                    else None
-                )
-                if holder is not None and holder._lock_pid == os.getpid():
+                if _holds_lock(self.path):
                     raise SetupError(
                         f"{self.path}: in use by another run of this process ({os.getpid()}); wait "
                         "until that run has ended, or choose another --out",

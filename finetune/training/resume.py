@@ -113,9 +113,7 @@ def start_or_resume(
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
             logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
-        record["leakage"] = find_leakage(setup.source)
-        for line in record["leakage"]:
-            logger.warning(line)
+        record["leakage"] = _find_leakage(setup)
     elif not record:
         raise CheckpointError(
             f"{source.path / 'run.json'}: the file is missing or empty, so the data cannot be "
@@ -135,6 +133,8 @@ def start_or_resume(
             has_checkpoint=bool(steps) if is_branch else steps == source.checkpoint_steps(),
             branch=run if is_branch else None,
         )
+        if record.get("split_fingerprints") != fingerprints:  # a test image was repaired
+            record["leakage"] = _find_leakage(setup)
         if teacher is not None and _differs_from_teacher(record, teacher):
             raise RecipeError(
                 f"{source.path}: started with different weights, class names or preprocessing of "
@@ -194,6 +194,14 @@ def start_or_resume(
     elif start_step:
         run.drop_metrics_after(start_step)
     return start_step
+
+
+def _find_leakage(setup: TrainingSetup) -> list[str]:
+    """Find and log training images in other splits."""
+    leakage = find_leakage(setup.source)
+    for line in leakage:
+        logger.warning(line)
+    return leakage
 
 
 def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any] | None) -> None:

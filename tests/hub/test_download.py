@@ -15,6 +15,7 @@ import timm
 import torch
 from hub_server import HubServer, point_clients_at
 from hub_store import git_sha1
+from logs import logged
 from networks import weights_error_message, write_timm_folder
 from ranks import fork_context
 from refusals import refused
@@ -293,6 +294,14 @@ class TestCorruptBytes:
         monkeypatch.setattr(
             "huggingface_hub.file_download.are_symlinks_supported", lambda *_: False
         )
+        download_hub_file(REPO, "config.json", None)
+        lines: list[str] = []
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with logged(lines):
+            path = download_hub_file(REPO, "config.json", None).path
+        assert any(f"{path}: cannot be compared with the Hub's hash" in line for line in lines)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        path.unlink()
         hub.fail(CONFIG_REQUEST, kind="corrupt", times=None)
         with refused("hub.out_of_order", "checksum"):
             download_hub_file(REPO, "config.json", None)

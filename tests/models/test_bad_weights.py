@@ -19,6 +19,7 @@ import torch
 from bad_input import BadInput, check_bad_input, parametrize_bad_inputs
 from networks import SMALL_VIT_ARGS, write_timm_folder
 from PIL import Image
+from recipe_texts import tiny_recipe_text
 from safetensors.torch import load_file, save_file
 
 PREDICT = "predict {} a.png --out kept.csv"
@@ -76,7 +77,8 @@ CASES = {
         PREDICT.format("w.npz"), "weights.wrong_format", "'w.npz'", {"w.npz": os.mkfifo}
     ),
     "a run without a model": BadInput(
-        "info run", "weights.not_found", "model/", {"run/run.json": "{}"}
+        *("info run", "weights.not_found", "model/"),
+        {"run/run.json": "{}", "run/recipe.yaml": tiny_recipe_text()},
     ),
     "a file without a config": BadInput(
         PREDICT.format("w.safetensors"),

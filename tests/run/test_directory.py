@@ -20,7 +20,7 @@ from logs import logged
 from refusals import refused
 
 from finetune.errors import SetupError
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, lock_run
 
 
 def metrics_line(step: int, loss: float) -> dict[str, Any]:
@@ -60,6 +60,15 @@ def test_two_runs_in_one_process(tmp_path: Path) -> None:
     first.close()
     first.open()
     first.close()
+
+
+def test_a_locked_run_is_not_trained_meanwhile(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.open()
+    run.close()
+    with lock_run(run.path), lock_run(run.path):  # training pushes with its own lock
+        assert child_exit_code(lambda: RunDir(run.path).open()) == 5
+    assert child_exit_code(lambda: RunDir(run.path).open()) == 0
 
 
 def test_open_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:

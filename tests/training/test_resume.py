@@ -243,8 +243,11 @@ def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
     with refused("data.changed", "test"):
         start(run, make_setup(*overrides), resume=True)
     write_record(run, {**read_record(run), "error_code": "data.unreadable"})
+    shutil.copy(tmp_path / "set/train/a/0.png", tmp_path / "set/test/b/9.png")
     assert start(run, make_setup(*overrides), resume=True) == 2
-    assert read_record(run)["split_fingerprints"] == make_setup(*overrides).fingerprints()
+    record = read_record(run)
+    assert record["split_fingerprints"] == make_setup(*overrides).fingerprints()
+    assert "1 of 4 images are copies of train images" in "".join(record["leakage"])
 
 
 def test_resume_warns_about_local_shards_that_were_written_since(

@@ -169,7 +169,7 @@ def decide(search: Search) -> Decision | None:
 
     Trials that are clearly worse than the best one are ended before. In this order:
 
-    1. the first configuration, to its end;
+    1. the first configuration, to its end; of `finetune train SOURCE`, with as many epochs as fit;
     2. a paused run in the better half of those that came as far;
     3. with few images: the best run and the first one on another validation split;
     4. the most promising configuration, if the best paused run can be finished after it;
@@ -179,9 +179,14 @@ def decide(search: Search) -> Decision | None:
     """
     for trial in search.candidates:
         _prune_if_worse(search, trial)
+    first = search.trials[0]
+    whole_seconds = estimate_remaining_seconds(search, first) + estimate_final_seconds(
+        search, first
+    )
+    if not first.curve and whole_seconds > search.remaining_seconds:
+        _shorten(search, first)
     active = [t for t in search.candidates if not t.end_reason and not t.is_finished]
     in_time = [trial for trial in active if _can_finish(search, trial)]
-    first = search.trials[0]
     if first in in_time:
         return Decision(first.name, 1.0, "the recipe of finetune train", search.used_seconds)
     following, reason = _next_trial(search, active, in_time)
@@ -399,7 +404,7 @@ def fits_in_time(search: Search, trial: Trial, seconds: float) -> bool:
 def _shorten(search: Search, trial: Trial) -> bool:
     """Reduce the epochs of a waiting trial so that it fits. Returns: True if it fits now.
 
-    The first configuration is left as it is, and none loses more than `_MIN_LENGTH` allows.
+    A recipe that the user wrote is left as it is, and none loses more than `_MIN_LENGTH` allows.
     """
     available = search.remaining_seconds - estimate_final_seconds(search, trial)
     available -= _MAX_RESUME_SECONDS
@@ -407,7 +412,8 @@ def _shorten(search: Search, trial: Trial) -> bool:
     optim = parse_recipe(trial.recipe, name=trial.name).optim
     whole, unit = (optim.epochs, "epoch") if optim.epochs else (optim.steps or 0, "step")
     number = math.floor(whole * length)
-    is_fixed = trial.kind == "head" or trial is search.trials[0] or optim.schedule == "step"
+    is_own_recipe = bool(search.space) and trial is search.trials[0]
+    is_fixed = trial.kind == "head" or is_own_recipe or optim.schedule == "step"
     if is_fixed or number < max(1, _MIN_LENGTH * whole):
         return False
     length = number / whole

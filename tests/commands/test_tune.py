@@ -290,20 +290,25 @@ class TestTime:
         assert shortened.warmup_epochs == pytest.approx(2 * shortened.steps / 100)
         assert f"shortened to {shortened.steps} steps" in search["a"].description
 
-    def test_a_first_recipe_that_is_too_long_gives_way_to_shorter_ones(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_first_recipe_that_is_too_long_is_shortened(self, tmp_path: Path) -> None:
         search = make_search("start a", minutes=2)
         search.trials[0].estimated_seconds = 200
-        assert Machine().run(search, tmp_path).name == "a"
+        assert Machine().run(search, tmp_path).name == "start"
+        assert search["start"].description == "trial start, shortened to 5 epochs"
 
-    @pytest.mark.parametrize("estimate,chosen", [(125, "start"), (130, "a")])
-    def test_the_first_recipe_may_take_a_tenth_more(
-        self, estimate: float, chosen: str, tmp_path: Path
+    def test_a_recipe_of_the_user_gives_way_to_shorter_ones_instead(self, tmp_path: Path) -> None:
+        search = make_search("recipe draw-01", minutes=2)
+        search.trials[0].estimated_seconds, search.space = 200, {"optim.lr": [1e-3, 1e-2]}
+        assert Machine().run(search, tmp_path).name == "draw-01"
+        assert search["recipe"].recipe == RECIPE
+
+    @pytest.mark.parametrize("epochs, chosen", [(12, "start"), (13, "a")])
+    def test_a_first_recipe_that_is_slower_than_estimated_may_take_a_tenth_more(
+        self, epochs: int, chosen: str, tmp_path: Path
     ) -> None:
         search = make_search("start a", minutes=2)
-        search.trials[0].estimated_seconds = estimate
-        machine = Machine(epochs={"start": 12})
+        search.trials[0].estimated_seconds = 115
+        machine = Machine(epochs={"start": epochs})
         assert machine.run(search, tmp_path).name == chosen
         assert machine.now + search[chosen].final_seconds <= 132
 

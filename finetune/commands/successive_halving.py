@@ -50,7 +50,8 @@ _MIN_VALIDATION_IMAGES = 200  # below, further splits of the training images con
 _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5
 _MIN_LENGTH = 0.25  # a configuration may be shortened to this fraction to fit into the time
 _MAX_PAUSE_SHARE = 0.5  # of a run's time to its next pause: its start, and steps to an evaluation
-_MAX_OVERTIME = 0.1  # of the time of the search
+# Of the time of the search, for the first recipe: before it starts, and once it is running.
+_MAX_OVERTIME, _MAX_OVERTIME_RUNNING = 0.1, 0.2
 _SHORT_SECONDS = 30.0  # a pause would save less than the start after it costs
 _SHORTENED = "the next configuration, shortened"  # to the time left, so a pause would not help
 _MAX_RESUME_SECONDS = 10.0  # the first start of a run may also compute features or train a stage
@@ -392,12 +393,14 @@ def _can_finish(search: Search, trial: Trial, *, after: Trial | None = None) -> 
     return fits_in_time(search, trial, seconds)
 
 
-def fits_in_time(search: Search, trial: Trial, seconds: float) -> bool:
+def fits_in_time(search: Search, trial: Trial, seconds: float, *, is_running: bool = False) -> bool:
     """True if the final evaluation of a trial fits into the time left after some seconds.
 
-    The recipe of `finetune train` may take 10 % more, because a shorter one is rarely as good.
+    The first recipe may take 10 % more, because another one is rarely as good, and 20 % if it is
+    running already.
     """
-    extra = _MAX_OVERTIME * 60 * search.minutes if trial is search.trials[0] else 0.0
+    share = _MAX_OVERTIME_RUNNING if is_running else _MAX_OVERTIME
+    extra = share * 60 * search.minutes if trial is search.trials[0] else 0.0
     return seconds + estimate_final_seconds(search, trial) <= search.remaining_seconds + extra
 
 

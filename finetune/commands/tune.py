@@ -549,7 +549,7 @@ class _Session:
                 seconds = search.used_seconds - decision.used_seconds - _TYPICAL_START_SECONDS
                 step_seconds = max(0.0, seconds / step)
             rest = (num_steps - step) * step_seconds
-            return not (decision.must_finish or fits_in_time(search, trial, rest))
+            return not (decision.must_finish or fits_in_time(search, trial, rest, is_running=True))
 
         overrides = (*self.source_overrides, *_TRIAL_OVERRIDES)
         recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)

@@ -302,15 +302,15 @@ class TestTime:
         assert Machine().run(search, tmp_path).name == "draw-01"
         assert search["recipe"].recipe == RECIPE
 
-    @pytest.mark.parametrize("epochs, chosen", [(12, "start"), (13, "a")])
-    def test_a_first_recipe_that_is_slower_than_estimated_may_take_a_tenth_more(
+    @pytest.mark.parametrize("epochs, chosen", [(13, "start"), (14, "a")])
+    def test_a_first_recipe_that_is_slower_than_estimated_may_take_a_fifth_more(
         self, epochs: int, chosen: str, tmp_path: Path
     ) -> None:
         search = make_search("start a", minutes=2)
         search.trials[0].estimated_seconds = 115
         machine = Machine(epochs={"start": epochs})
         assert machine.run(search, tmp_path).name == chosen
-        assert machine.now + search[chosen].final_seconds <= 132
+        assert machine.now + search[chosen].final_seconds <= 144
 
     def test_a_run_that_is_too_slow_pauses_at_its_first_evaluation(self, tmp_path: Path) -> None:
         search = make_search("start a", minutes=5)

@@ -61,7 +61,7 @@ _MISTYPED_USER_INFO = re.compile(
 # not a placeholder or an expression that reads it
 _SECRET_OPTION = re.compile(
     r"(?i)(\b[\w.-]*(?:token|secret|passw|(?:api|access|account)_?key)[\w.-]*="
-    r"|[?&;]sig(?:nature)?=|\bbearer +)"
+    r"|[?&;](?:x-(?:amz|goog)-)?sig(?:nature)?=|\bbearer +)"
     r"(?!\*\*\*|<[\w -]+>|\{+ *[\w.]+ *\}|(?-i:\$\{?[A-Z_]+\b)|os\.(?:environ|getenv)\b"
     r"|get_token\()"
     r"[^\s'\"]{7,}[^\s'\":;,.)\]}]"

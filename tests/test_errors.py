@@ -102,6 +102,7 @@ def test_tokens_and_passwords_are_redacted(monkeypatch: pytest.MonkeyPatch, tmp_
         ("s3://AKIA:wJalr/K7M/bPx@bucket/x", "s3://***@bucket/x"),
         ("tar:https:/h/x.tar?sig=a-secret-value: no file", "tar:https:/h/x.tar?sig=***: no file"),
         ("hub:owner/name?sig=a-secret-value", "hub:owner/name?sig=***"),
+        ("https:/h/x?X-Amz-Signature=a-secret-value", "https:/h/x?X-Amz-Signature=***"),
         ("'run.push_to=me:word@owner/name'", "'run.push_to=***@owner/name'"),
         ("'run.hf_token=a-secret-value'", "'run.hf_token=***'"),
         ("model.args.class_token=false", "model.args.class_token=false"),

@@ -120,7 +120,10 @@ def run(group: click.Group, arguments: Sequence[str]) -> int:
             text = _OUT_OF_MEMORY_IN_IMPORT_HELP if in_import else _OUT_OF_MEMORY_HELP
             return _report_error(SetupError(text, code="setup.memory"), state)
         if "RANK" in os.environ and is_lost_connection(error):
-            return _report_error(SetupError(_LOST_PROCESS_HELP, code="setup.lost_process"), state)
+            cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            lost = SetupError(f"{_LOST_PROCESS_HELP} ({cause})", code="setup.lost_process")
+            lost.printed_by_other_rank = getattr(error, "printed_by_other_rank", False)
+            return _report_error(lost, state)
         message = f"internal error: {type(error).__name__}: {error}".strip().splitlines()[0]
         internal = FinetuneError(f"{message}; run again with --debug")
         internal.printed_by_other_rank = getattr(error, "printed_by_other_rank", False)

@@ -180,7 +180,10 @@ def compare_models(
     compared_split, num_images = stores[0], len(a["top1"])
     costs = _describe_costs(names, built, networks, accelerator)
     result: dict[str, Any] = {
-        **{key: {**costs[key], "leakage": leakage[index]} for index, key in enumerate(("a", "b"))},
+        **{
+            key: {**costs[key], "leakage": leaks}
+            for key, leaks in zip(("a", "b"), leakage, strict=True)
+        },
         "data": redact_urls(section.source),
         "split": split,
         "data_changed": data_changed,

@@ -44,7 +44,9 @@ def expected_gains(
     """
     own = recorded[first]
     ratios = {
-        name: {each: log_odds_ratio(value, own[each]) for each, value in values.items()}
+        name: {
+            each: log_odds_ratio(value, own[each]) for each, value in values.items() if each in own
+        }
         for name, values in recorded.items()
     }
     weights = {}

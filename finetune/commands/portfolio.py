@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -48,9 +48,8 @@ class Config(NamedTuple):
     layer_decay: float | None = None
     label_smoothing: float = 0.0
     augment: str = ""  # transforms that are added to those of the training images
-    accuracies: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # recorded test accuracies, by the name of the image set
+    # recorded test accuracies, by the name of the image set
+    accuracies: Mapping[str, float] = MappingProxyType({})
 
     @property
     def overrides(self) -> list[str]:
@@ -68,14 +67,16 @@ class Config(NamedTuple):
         trained = {"head": "only the classifier", "lora": "LoRA of all layers"}
         parts = [trained.get(self.kind, "all weights")]
         if self.lr_factor != 1:
-            parts.append(f"{self.lr_factor:g} times the learning rate")
+            parts.append(f"{self.lr_factor:.2g} times the learning rate")
         if self.epochs_factor != 1:
             parts.append(f"{self.epochs_factor:g} times the epochs")
         if self.layer_decay is not None:
             parts.append(f"layer decay {self.layer_decay:g}")
         if self.label_smoothing:
             parts.append(f"label smoothing {self.label_smoothing:g}")
-        return ", ".join([*parts, *filter(None, [self.augment])])
+        if self.augment:
+            parts.append(self.augment)
+        return ", ".join(parts)
 
 
 def _read_portfolio() -> Iterator[Config]:
@@ -107,21 +108,18 @@ _HEAD_STEP_SECONDS = 0.006  # a step of the classifier on cached features
 _FINAL_FORWARDS = 0.5  # the final evaluation has larger batches than the measurement
 
 
-def build_trials(
-    created: StartResult, configs: Sequence[Config] | None = None, *, max_seconds: float = math.inf
-) -> list[Trial]:
+def build_trials(created: StartResult, *, max_seconds: float = math.inf) -> list[Trial]:
     """Build the trials of a search, each recipe once; what the user has set is the same in all.
 
     Args:
         created: the recipe that `finetune train SOURCE` trains, which is the first one.
-        configs: the others; None for `PORTFOLIO`.
         max_seconds: estimated seconds of one run, to which the epochs of the others are limited.
     """
     builder, choice = created.builder, created.choice
     first = builder.build(choice).recipe
     trials = [_build_trial(created, choice, first, _START, str(choice.score.candidate))]
     seen, scores = [training_keys(first)], _scores_by_rank(choice)
-    for config in PORTFOLIO if configs is None else configs:
+    for config in PORTFOLIO:
         score = scores.get(config.weights)
         frozen = config.kind == "head"
         if score is None or builder.frozen_by_overrides() not in (None, frozen):

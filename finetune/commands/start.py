@@ -391,7 +391,15 @@ class RecipeBuilder:
 
         Raises: RecipeError or WeightsError if the network does not support the user's settings.
         """
-        score = Score(candidate, 0.0, 0, 0, 0.0, eval_spec="resize", has_batch_norm=False)
+        score = Score(
+            candidate,
+            accuracy=0.0,
+            num_images=0,
+            num_train=0,
+            forward_seconds=0.0,
+            eval_spec="resize",
+            has_batch_norm=False,
+        )
         if any(key.startswith("model.") for key in self.override_values):
             full = Choice(score, frozen=False, epochs=1, reason="", scores=[], seconds=None)
             full_recipe = self.build(full, changes=_TRIAL_OVERRIDES).recipe

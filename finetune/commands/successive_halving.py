@@ -42,9 +42,9 @@ __all__ = [
 
 # Fractions of a run's steps after which it may pause, with their names for users.
 RUNG_NAMES = {0.25: "a quarter of its steps", 0.5: "half of its steps", 1.0: "its end"}
-# A trial replaces the first one if it is better by this many standard errors of two independent
-# samples, which is more than the error on the same images, or by more if the validation images are
-# few. It is ended early if it is clearly worse.
+# A trial replaces the first one if it is better by this many standard errors, or by more if the
+# validation images are few. The error is that of two independent samples; both trials see the same
+# images, so the true one is smaller. A trial that is clearly worse is ended early.
 _Z_BETTER, _Z_FEW, _Z_WORSE = 0.5, 1.96, 1.64
 _MIN_VALIDATION_IMAGES = 200  # below, further splits of the training images confirm a choice
 _SMALL_TRAIN_IMAGES, _MAX_SPLITS = 500, 5

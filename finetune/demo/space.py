@@ -125,8 +125,8 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         ) from error
     if examples:
         logger.info(
-            f"{target / 'examples'}: has {pluralize(len(examples), 'image')} of your own, which "
-            "the Space will show; remove those that should stay private"
+            f"{target / 'examples'}: has {pluralize(len(examples), 'image')}, which the Space will "
+            "show; remove those that should stay private"
         )
     exported = [target / name for name in (*_EXPORTED_FILES, *_EXPORTED_FOLDERS)]
     files = [file for top in exported for file in ([top] if top.is_file() else top.rglob("*"))]

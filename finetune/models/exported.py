@@ -82,6 +82,7 @@ class _Reduced(BaseModel):
     accuracy: NonNegativeFloat
     accuracy_float: NonNegativeFloat
     num_validation_images: PositiveInt
+    data_changed: bool
 
 
 class _CertifiedFiles(_Files, _Agreement):
@@ -304,7 +305,7 @@ def read_export_record(path: Path, model: Path) -> dict[str, Any]:
     expected = record.export.sha256
     # the file may have been renamed, but refers to its .data by the first name
     name = {sha256: name for name, sha256 in expected.items()}.get(file_sha256(model))
-    others = [model.with_name(other) for other in expected if other != name]
+    others = [model.parent / Path(other).name for other in expected if other != name]
     if name is None or not all(
         other.is_file() and file_sha256(other) == expected[other.name] for other in others
     ):

@@ -416,7 +416,7 @@ def _export_section(content: CardContent) -> list[str]:
         compared = "Before its conversion, compared"
         images = pluralize(reduced["num_validation_images"], "validation image")
         if reduced["data_changed"]:
-            images += " of other data than the run's"
+            images += ", whose data has changed since the run"
         lines = [
             f"It is in {reduced['precision']}: {format_percent(reduced['accuracy'])} accuracy on "
             f"{images}, {format_percent(reduced['accuracy_float'])} in float32.",

@@ -142,14 +142,14 @@ class DoctorFindings:
             f"create those of its data with: finetune data doctor {shlex.quote(source)} --out DIR"
         )
 
-    def _changed_splits(self, run: Run) -> list[str]:
+    def _changed_splits(self, run: Run) -> list[str] | None:
         """Return the splits whose images or labels are not those that the doctor has inspected.
 
-        Empty if the recipe changes whole splits, so that the fingerprints cannot be compared.
+        None if the recipe changes whole splits, so that the fingerprints cannot be compared.
         """
         data = run.recipe.data
         if data.classes or data.decisions or data.group or data.merge_val or data.streaming:
-            return []
+            return None
         recorded = _whole_fingerprints(run)
         return [
             name
@@ -177,8 +177,9 @@ class DoctorFindings:
             if "suggested" not in image or _join_names(image.get("given")) == mistake["label"]
             if digest is None or image.get("digest") in (None, digest)
         ]
-        is_other = bool(found) or split in self._changed_splits(run)
-        return "; ".join(notes) or ("not known" if is_other else "nothing found")
+        changed = self._changed_splits(run)
+        is_same = not found and changed is not None and split not in changed
+        return "; ".join(notes) or ("nothing found" if is_same else "not known")
 
 
 def _whole_fingerprints(run: Run) -> Mapping[str, str]:

@@ -49,6 +49,7 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> None:
         minutes=f"{search['minutes']:g}",
         metric="mAP" if metric == "map" else "Accuracy",
         trials=rows,
+        num_tried=sum(not row["repeat_of"] for row in rows),
         untried=[trial["name"] for trial in search["trials"] if trial["name"] not in tried],
         curves=[to_svg(plots.plot_run_comparison(histories, key=key)) for key in (metric, "loss")],
         chosen=search["chosen"],

@@ -74,7 +74,16 @@ def lock_run(folder: Path) -> Iterator[None]:
         yield
         return
     with contextlib.closing(RunDir(folder)) as run:
-        run.open()
+        try:
+            run.open()
+        except SetupError as error:
+            if error.code != "setup.in_use":
+                raise
+            raise SetupError(
+                f"{folder}: another process trains or pushes this run; wait until it has ended, "
+                "then run the command again",
+                code=error.code,
+            ) from error
         yield
 
 

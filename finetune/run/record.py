@@ -166,9 +166,9 @@ def read_trained_recipe(run: RunDir) -> Recipe:
     Raises: same as `read_recipe`.
     """
     recipe = read_recipe(run)
-    trained = read_record(run)["training_keys"]["data"]
+    trained = read_record(run).get("training_keys", {}).get("data", {})
     names = (key.partition(".")[2] for key in LOCATION_KEYS)
-    data = recipe.data.model_copy(update={name: trained.get(name) for name in names})
+    data = recipe.data.model_copy(update={name: trained[name] for name in names if name in trained})
     return recipe.model_copy(update={"data": data})
 
 
@@ -195,8 +195,8 @@ def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | Non
     status = read_record(directory).get("status", "done")
     if directory.model_folder.is_dir() and not status.startswith("done"):
         warn_once(
-            f"{folder}: is not finished ({status}), so its model may be that of a shorter "
-            f"training; continue: {resume_command(folder)}"
+            f"{folder}: the run is not finished ({status}), so model/ may have the weights of an "
+            f"earlier, shorter training; continue: {resume_command(folder)}"
         )
     return recipe if data is None else recipe.with_source(data)
 
@@ -279,10 +279,13 @@ def have_other_shards(records: Iterable[Mapping[str, Any]]) -> bool:
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Read results.json; None unless the folder has a finished run of this recipe."""
-    old, run = load_run_recipe(folder), RunDir(folder)
+    run = RunDir(folder)
+    if read_record(run).get("status") != "done":
+        return None
+    old = load_run_recipe(folder)
     if old is None or training_keys(old) != training_keys(recipe):
         return None
-    return run.read_json("results.json") if read_record(run).get("status") == "done" else None
+    return run.read_json("results.json")
 
 
 @contextlib.contextmanager

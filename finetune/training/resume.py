@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from finetune.data.leakage import find_leakage
@@ -113,7 +113,7 @@ def start_or_resume(
             listed = f"; changed since it started: {'; '.join(changes)}" if changes else ""
             logger.warning(f"{run.path}: has no checkpoint, so it starts again{listed}")
         record = _new_id()
-        record["leakage"] = _find_leakage(setup)
+        record["leakage"] = _find_leakage(setup, known=())
     elif not record:
         raise CheckpointError(
             f"{source.path / 'run.json'}: the file is missing or empty, so the data cannot be "
@@ -133,8 +133,8 @@ def start_or_resume(
             has_checkpoint=bool(steps) if is_branch else steps == source.checkpoint_steps(),
             branch=run if is_branch else None,
         )
-        if record.get("split_fingerprints") != fingerprints:  # a test image was repaired
-            record["leakage"] = _find_leakage(setup)
+        # a test image may have been repaired, and the groups are not fingerprinted
+        record["leakage"] = _find_leakage(setup, known=record.get("leakage", []))
         if teacher is not None and _differs_from_teacher(record, teacher):
             raise RecipeError(
                 f"{source.path}: started with different weights, class names or preprocessing of "
@@ -156,6 +156,14 @@ def start_or_resume(
         run.drop_metrics_after(0)
     metrics_changed = bool(start_step) and source.has_changed_metrics()
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
+    whole_fingerprints = setup.source.whole_fingerprints()
+    is_same_data = bool(start_step) and record.get("split_fingerprints") == fingerprints
+    if is_same_data and record.get("whole_fingerprints", {}) != whole_fingerprints:
+        logger.warning(
+            f"{setup.recipe.data.source}: images that this run does not use have changed since it "
+            "started; it keeps the record of those that it was drawn from"
+        )
+        whole_fingerprints = record["whole_fingerprints"]
     # A run that is finished again at the same length has the weights that were pushed.
     is_same_length = not is_branch and _recorded_num_steps(record, setup) == setup.num_steps
     removed = _END_OF_RUN_KEYS - ({"pushed"} if is_same_length else set())
@@ -167,7 +175,7 @@ def start_or_resume(
         **collect_environment(setup.device, num_processes),
         "data_fingerprint": hashlib.sha256("".join(fingerprints.values()).encode()).hexdigest(),
         "split_fingerprints": fingerprints,
-        "whole_fingerprints": setup.source.whole_fingerprints(),
+        "whole_fingerprints": whole_fingerprints,
         "weights_sha256": setup.built.provenance.get("sha256"),
         "kept_rows_sha256": setup.built.provenance.get("kept_rows_sha256"),
         **cast(RunRecord, _config_entries(setup)),
@@ -196,11 +204,12 @@ def start_or_resume(
     return start_step
 
 
-def _find_leakage(setup: TrainingSetup) -> list[str]:
-    """Find and log training images in other splits."""
+def _find_leakage(setup: TrainingSetup, *, known: Sequence[str]) -> list[str]:
+    """Find images and groups of several splits, and log those that are not known."""
     leakage = find_leakage(setup.source)
     for line in leakage:
-        logger.warning(line)
+        if line not in known:
+            logger.warning(line)
     return leakage
 
 

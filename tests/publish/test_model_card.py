@@ -394,7 +394,7 @@ def test_exported_model_is_described() -> None:
     reduced = {"precision": "INT8", "num_validation_images": 500}
     for data_changed, images in (
         (False, "500 validation images"),
-        (True, "500 validation images of other data than the run's"),
+        (True, "500 validation images, whose data has changed since the run"),
     ):
         figures = {"accuracy": 0.9, "accuracy_float": 0.902, "data_changed": data_changed}
         export["reduced"] = {**reduced, **figures}

@@ -176,7 +176,7 @@ def test_the_model_of_a_run_that_continues_may_be_older(tmp_path: Path) -> None:
         lines: list[str] = []
         with logged(lines):
             load_run_recipe(tmp_path)
-        assert any("is not finished (stopped (130))" in line for line in lines) is is_warned
+        assert any("the run is not finished (stopped (130))" in line for line in lines) is is_warned
 
 
 def test_a_card_names_the_data_that_the_run_was_trained_on(tmp_path: Path) -> None:

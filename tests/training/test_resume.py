@@ -16,7 +16,7 @@ from logs import forget_warnings, logged, logging_nothing
 from networks import write_timm_folder
 from recipe_texts import tiny_recipe_text
 from refusals import refused
-from small_datasets import write_image_folder
+from small_datasets import random_png, write_image_folder
 from tar_shards import RangeServer, write_tar_shards
 
 from finetune.commands.evaluate import warn_if_changed
@@ -248,6 +248,55 @@ def test_resume_refuses_a_changed_test_split_unless_it_could_not_be_read(
     record = read_record(run)
     assert record["split_fingerprints"] == make_setup(*overrides).fingerprints()
     assert "1 of 4 images are copies of train images" in "".join(record["leakage"])
+
+
+def test_a_resumed_run_was_drawn_from_the_images_of_its_start(run: RunDir, tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "set", {"train/a": 12, "train/b": 12})
+    overrides = [f"data.source={source}", "data.num_train=8", "data.val_fraction=0"]
+    overrides += ["data.num_test=null", "data.batch_size=4"]
+    setup = make_setup(*overrides)
+    start(run, setup)
+    save(run, 2)
+    used = {setup.source.splits["train"].name_of(index) for index in range(8)}
+    files = {
+        path.relative_to(tmp_path / "set").as_posix(): path for path in tmp_path.rglob("*.png")
+    }
+    assert used < files.keys()
+    unused = files[min(files.keys() - used)]
+    unused.write_bytes(random_png(99))
+    lines: list[str] = []
+    with logged(lines):
+        assert start(run, make_setup(*overrides), resume=True) == 2
+    assert any("images that this run does not use have changed" in line for line in lines)
+    assert read_record(run)["whole_fingerprints"] == setup.source.whole_fingerprints()
+
+
+def test_a_resume_names_groups_that_splits_share_now(run: RunDir, tmp_path: Path) -> None:
+    write_image_folder(tmp_path, {"images": 12})
+    table = tmp_path / "labels.csv"
+
+    def write_table(test_group: str) -> None:
+        rows = [
+            f"images/{n}.png,{'ab'[n % 2]},{split},{group}"
+            for n, (split, group) in enumerate(
+                [*[("train", "p1")] * 8, *[("test", test_group)] * 4]
+            )
+        ]
+        table.write_text("\n".join(["path,label,split,patient", *rows]) + "\n")
+
+    write_table("p2")
+    overrides = [f"data.source=csv:{table}", "data.group=patient", "data.val_fraction=0"]
+    overrides += ["data.num_train=null", "data.num_test=null", "data.batch_size=4"]
+    start(run, make_setup(*overrides))
+    save(run, 2)
+    assert read_record(run)["leakage"] == []
+    write_table("p1")
+    lines: list[str] = []
+    with logged(lines):
+        start(run, make_setup(*overrides), resume=True)
+    (leak,) = read_record(run)["leakage"]
+    assert "group" in leak
+    assert leak in lines
 
 
 def test_resume_warns_about_local_shards_that_were_written_since(

@@ -205,12 +205,11 @@ def start_or_resume(
 
 
 def _find_leakage(setup: TrainingSetup, *, known: Sequence[str]) -> list[str]:
-    """Find images and groups of several splits, and log those that are not known."""
-    leakage = find_leakage(setup.source)
-    for line in leakage:
-        if line not in known:
-            logger.warning(line)
-    return leakage
+    """Find images and groups of several splits. Logs, and adds to `known`, what is new."""
+    new = [line for line in find_leakage(setup.source) if line not in known]
+    for line in new:
+        logger.warning(line)
+    return [*known, *new]
 
 
 def warn_of_changes(run: RunDir, setup: TrainingSetup, teacher: Mapping[str, Any] | None) -> None:

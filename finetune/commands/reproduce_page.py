@@ -82,7 +82,7 @@ class EntryResult:
 
     @cached_property
     def planned_runs(self) -> list[Run]:
-        """The runs with the data source of the plan, of which they may have read a copy."""
+        """The runs, with the plan's data source. They may have read a copy of it."""
         source = self.planned.data.source
         return [replace(run, recipe=run.recipe.with_source(source)) for run in self.runs]
 

@@ -42,15 +42,17 @@ def expected_gains(
         first: the configuration that the others are compared with.
         measured: log-odds ratios of the measured configurations on the new images.
     """
-    own = recorded[first]
+    first_accuracies = recorded[first]
     ratios = {
         name: {
-            each: log_odds_ratio(value, own[each]) for each, value in values.items() if each in own
+            image_set: log_odds_ratio(accuracy, first_accuracies[image_set])
+            for image_set, accuracy in accuracies.items()
+            if image_set in first_accuracies
         }
-        for name, values in recorded.items()
+        for name, accuracies in recorded.items()
     }
     weights = {}
-    for image_set in own:
+    for image_set in first_accuracies:
         differences = [
             ratios[name][image_set] - ratio
             for name, ratio in measured.items()
@@ -59,15 +61,20 @@ def expected_gains(
         distance = sum(min(abs(each), _MAX_DIFFERENCE) ** 2 for each in differences)
         weights[image_set] = math.exp(-distance / (2 * _SIMILARITY_SCALE**2))
     best = max(measured.values(), default=0.0)
-    gains = {}
-    for name, predicted in ratios.items():
-        total = sum(weights[each] for each in predicted)
-        gain = sum(weights[each] * _improvement(ratio - best) for each, ratio in predicted.items())
-        gains[name] = gain / total if total else 0.0
-    return gains
+    improvements = {
+        name: {each: _expected_improvement(ratio - best) for each, ratio in predicted.items()}
+        for name, predicted in ratios.items()
+    }
+    return {name: _weighted_mean(values, weights) for name, values in improvements.items()}
 
 
-def _improvement(mean: float) -> float:
+def _weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the weighted mean of some values; 0 without values."""
+    total = sum(weights[each] for each in values)
+    return sum(weights[each] * value for each, value in values.items()) / total if total else 0.0
+
+
+def _expected_improvement(mean: float) -> float:
     """Return the expected positive part of a log-odds ratio, normal with _SPREAD."""
     z = mean / _SPREAD
     return _SPREAD * (z * NormalDist().cdf(z) + NormalDist().pdf(z))

@@ -84,15 +84,16 @@ def _read_portfolio() -> Iterator[Config]:
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             yield Config(
-                row.pop("name"),
-                row.pop("weights"),
-                row.pop("kind"),
-                float(row.pop("lr_factor")),
-                float(row.pop("epochs_factor")),
-                float(decay) if (decay := row.pop("layer_decay")) else None,
-                float(row.pop("label_smoothing") or 0),
-                row.pop("augment"),
-                {name: float(accuracy) for name, accuracy in row.items() if accuracy},
+                name=row.pop("name"),
+                weights=row.pop("weights"),
+                kind=row.pop("kind"),
+                lr_factor=float(row.pop("lr_factor")),
+                epochs_factor=float(row.pop("epochs_factor")),
+                layer_decay=float(decay) if (decay := row.pop("layer_decay")) else None,
+                label_smoothing=float(row.pop("label_smoothing") or 0),
+                augment=row.pop("augment"),
+                # the other columns are image sets
+                accuracies={name: float(accuracy) for name, accuracy in row.items() if accuracy},
             )
 
 

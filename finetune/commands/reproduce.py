@@ -325,14 +325,16 @@ def _probe_or_load(
 
 def _check_same_weights(probed: Sequence[EntryResult]) -> None:
     """Raise DataError if probes of one model name used different weights."""
-    first_of_model: dict[str, EntryResult] = {}
+    first_of_model: dict[str, tuple[str, Any]] = {}
     for entry_result in probed:
-        probe = entry_result.probe or {}
-        first = first_of_model.setdefault(probe["model"], entry_result)
-        if (first.probe or {})["protocol"]["weights"] != probe["protocol"]["weights"]:
+        assert entry_result.probe is not None
+        model, name = entry_result.probe["model"], entry_result.entry.name
+        weights = entry_result.probe["protocol"]["weights"]
+        first_name, first_weights = first_of_model.setdefault(model, (name, weights))
+        if weights != first_weights:
             raise DataError(
-                f"{first.entry.name} and {entry_result.entry.name}: their probes used different "
-                f"weights of {probe['model']}, so they cannot be compared; run both again",
+                f"{first_name} and {name}: their probes used different weights of {model}, so they "
+                "cannot be compared; run both again",
                 code="data.changed",
             )
 
@@ -358,7 +360,7 @@ def write_summary(
             for entry_result in trained
             if entry_result.choices
         },
-        "claims": [claim for entry_result in trained for claim in entry_result.answered_claims()],
+        "claims": [claim for entry_result in trained for claim in entry_result.evaluate_claims()],
         "probes": {
             entry_result.entry.name: entry_result.probe
             for entry_result in entry_results

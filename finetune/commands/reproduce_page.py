@@ -34,10 +34,10 @@ from finetune.recipe.load import Claim, DataSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
 from finetune.report.comparison import (
+    data_identity,
     differing_settings,
-    read_other_images,
+    have_other_images,
     unstated_differences,
-    whole_images,
 )
 from finetune.report.run_data import Run, read_run
 
@@ -87,7 +87,7 @@ class EntryResult:
         return [replace(run, recipe=run.recipe.with_source(source)) for run in self.runs]
 
     @property
-    def images(self) -> tuple[Recipe, Mapping[str, str]]:
+    def data_identity(self) -> tuple[Recipe, Mapping[str, str]]:
         """What the plan says about the images, and the fingerprints of whole splits that were read.
 
         Those of the first run: the runs of an entry are checked to have the same. A probe uses only
@@ -96,10 +96,10 @@ class EntryResult:
         if self.probe:
             data = DataSection(source=self.planned.data.source)
             return self.planned.model_copy(update={"data": data}), self.probe["split_fingerprints"]
-        return whole_images(self.planned_runs[0])
+        return data_identity(self.planned_runs[0])
 
-    def answered_claims(self) -> list[dict[str, Any]]:
-        """Check each run against the plan's claims, and those expected before the run.
+    def evaluate_claims(self) -> list[dict[str, Any]]:
+        """Check the plan's published claims, and the predictions of each run, against each run.
 
         Returns: a dict for each claim of each run, with the run's name as "run".
         """
@@ -224,7 +224,7 @@ def _find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
         others = ", ".join(
             f"`{other.entry.name}`"
             for other in entry_results
-            if read_other_images([one.images, other.images])
+            if have_other_images([one.data_identity, other.data_identity])
         )
         if others:
             notes[one.entry.name] = f"; its images or labels differ from those of {others}"
@@ -353,7 +353,7 @@ def _warn_of_other_inputs(runs_by_entry: Mapping[str, Sequence[Run]], direction:
     runs = [run for name in names for run in runs_by_entry.get(name, ())]
     keys = [key for key, _ in differing_settings([run.recipe for run in runs])]
     inputs: Sequence[str] = []
-    if read_other_images([whole_images(run) for run in runs]):
+    if have_other_images([data_identity(run) for run in runs]):
         inputs = ["images or labels"]
     elif runs and not names_other_inputs(keys, "data"):
         inputs = unstated_differences(runs)
@@ -431,7 +431,7 @@ def _answer_claim(claim: Mapping[str, Any], run: Run) -> dict[str, Any]:
 
 
 def _is_expectation(claim: Claim) -> bool:
-    """Return True for a prediction, which a run keeps as it was written before the run."""
+    """Return True for a prediction, written before the run, not a published result."""
     return claim.source.startswith(_EXPECTED_PREFIX)
 
 

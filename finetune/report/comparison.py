@@ -43,15 +43,15 @@ __all__ = [
     "RecipeGroup",
     "check_comparable",
     "claim_comparison_rows",
+    "data_identity",
     "differing_settings",
     "group_by_recipe",
     "group_rows",
+    "have_other_images",
     "metric_columns",
-    "read_other_images",
     "run_rows",
     "unique_run_names",
     "unstated_differences",
-    "whole_images",
 ]
 
 Row = dict[str, Any]
@@ -199,26 +199,26 @@ def unstated_differences(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def whole_images(run: Run) -> tuple[Recipe, Mapping[str, str]]:
+def data_identity(run: Run) -> tuple[Recipe, Mapping[str, str]]:
     """Return the recipe of a run, and the fingerprints of the whole splits that it has read."""
     return run.recipe, run.record.get("whole_fingerprints", {})
 
 
-def read_other_images(images: Sequence[tuple[Recipe, Mapping[str, str]]]) -> bool:
+def have_other_images(identities: Sequence[tuple[Recipe, Mapping[str, str]]]) -> bool:
     """Return True if whole splits differ, although no key of the recipes says so.
 
     Images that a run only held out or left out are no difference.
 
     Args:
-        images: the result of `whole_images` for each run.
+        identities: the result of `data_identity` for each run.
     """
     splits: dict[str, set[str]] = {}
-    for _, fingerprints in images:
+    for _, fingerprints in identities:
         for name, fingerprint in fingerprints.items():
             splits.setdefault(name, set()).add(fingerprint)
     if all(len(each) == 1 for each in splits.values()):
         return False
-    keys = [key for key, _ in differing_settings([recipe for recipe, _ in images])]
+    keys = [key for key, _ in differing_settings([recipe for recipe, _ in identities])]
     return not names_other_inputs(keys, "data", include_draws=False)
 
 

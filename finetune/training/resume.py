@@ -157,13 +157,14 @@ def start_or_resume(
     metrics_changed = bool(start_step) and source.has_changed_metrics()
     write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
     whole_fingerprints = setup.source.whole_fingerprints()
+    recorded_whole = record.get("whole_fingerprints", whole_fingerprints)
     is_same_data = bool(start_step) and record.get("split_fingerprints") == fingerprints
-    if is_same_data and record.get("whole_fingerprints", {}) != whole_fingerprints:
+    if is_same_data and recorded_whole != whole_fingerprints:
         logger.warning(
             f"{setup.recipe.data.source}: images that this run does not use have changed since it "
             "started; it keeps the record of those that it was drawn from"
         )
-        whole_fingerprints = record["whole_fingerprints"]
+        whole_fingerprints = recorded_whole
     # A run that is finished again at the same length has the weights that were pushed.
     is_same_length = not is_branch and _recorded_num_steps(record, setup) == setup.num_steps
     removed = _END_OF_RUN_KEYS - ({"pushed"} if is_same_length else set())

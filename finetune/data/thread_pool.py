@@ -9,7 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 __all__ = ["JOIN_SECONDS", "NUM_REQUEST_THREADS", "DaemonThreadPool", "thread_map"]
@@ -19,6 +19,7 @@ NUM_REQUEST_THREADS = 16  # more than cores: they wait for a server
 _Item = TypeVar("_Item")
 _Task = TypeVar("_Task")
 JOIN_SECONDS = 5.0  # for threads that wait for a server
+_SIGNAL_POLL_SECONDS = 1.0
 
 
 class DaemonThreadPool:
@@ -82,7 +83,11 @@ def thread_map(
         submitted = (pool.submit(functools.partial(fn, task)) for task in tasks)
         futures = deque(itertools.islice(submitted, 2 * num_threads))
         while futures:
-            result = futures.popleft().result()
+            # CPython misses a signal that arrives just before a wait without timeout begins.
+            future = futures.popleft()
+            while not future.done():
+                wait([future], _SIGNAL_POLL_SECONDS)
+            result = future.result()
             futures.extend(itertools.islice(submitted, 1))
             yield result
     finally:

@@ -41,8 +41,8 @@ import numpy as np
 
 from finetune.commands import start
 from finetune.commands.portfolio import START_SECONDS, build_trials
+from finetune.commands.run_search import Progress, run_search
 from finetune.commands.successive_halving import Point, Search, Trial
-from finetune.commands.tune import Progress, run_search
 from finetune.log import only_warnings, quiet
 from finetune.recipe.load import MINIMAL_RECIPE, parse_recipe
 from finetune.recipe.schema import Recipe

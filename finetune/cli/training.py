@@ -38,6 +38,11 @@ __all__ = ["default_run_name", "start", "train", "tune"]
 _download_option = click.option(
     "--download", is_flag=True, help="Also download and compare weights that are probably better."
 )
+_on_option = click.option(
+    "--on",
+    type=click.Choice(["ray"]),
+    help="Train the trials of a search at the same time, on all GPUs of a Ray cluster.",
+)
 
 
 @command("train", example="finetune train recipes/quickstart.yaml optim.lr=1e-3 --out runs/first")
@@ -52,6 +57,7 @@ _download_option = click.option(
     metavar="N",
     help="For a SOURCE: try several recipes, and train the best one, in N minutes.",
 )
+@_on_option
 @_download_option
 def train(
     recipe: str,
@@ -60,6 +66,7 @@ def train(
     resume: bool,
     dry_run: bool,
     minutes: float | None,
+    on: str | None,
     download: bool,
 ) -> CommandResult:
     """Fine-tune a model as RECIPE says, or on your own images.
@@ -86,7 +93,20 @@ def train(
     if minutes is not None or (_is_unfinished_search(search) and (resume or is_search)):
         source = None if is_search else recipe
         return _train_in_minutes(
-            source, overrides, search, minutes, resume=resume, dry_run=dry_run, download=download
+            source,
+            overrides,
+            search,
+            minutes,
+            resume=resume,
+            dry_run=dry_run,
+            download=download,
+            on_ray=on == "ray",
+        )
+    if on:
+        raise RecipeError(
+            f"--on {on}: only a search has several trials to train; add --minutes N, or train on "
+            "several GPUs with accelerate launch",
+            code="recipe.conflict",
         )
     if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():
         if (folder / "run.json").is_file():
@@ -203,6 +223,7 @@ def _train_in_minutes(
     resume: bool,
     dry_run: bool,
     download: bool,
+    on_ray: bool,
 ) -> CommandResult:
     """Try several recipes for a source of images, and train the best one.
 
@@ -246,6 +267,7 @@ def _train_in_minutes(
         overrides=overrides,
         resume=resume,
         download=download,
+        on_ray=on_ray,
         seconds_before=process_lifecycle.seconds_since_start(),
     )
     return _search_result(results, run)
@@ -285,8 +307,14 @@ def _search_result(results: dict[str, Any], run: Path) -> CommandResult:
 )
 @click.option("--out", metavar="DIR", help="Run directory. Default: runs/NAME_OF_THE_RECIPE.")
 @click.option("--resume", is_flag=True, help="Continue the search in the run directory.")
+@_on_option
 def tune(
-    recipe: str, overrides: tuple[str, ...], minutes: float, out: str | None, resume: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    minutes: float,
+    out: str | None,
+    resume: bool,
+    on: str | None,
 ) -> CommandResult:
     """Search over the section `tune` of RECIPE, and train the best.
 
@@ -318,6 +346,7 @@ def tune(
         minutes=minutes,
         overrides=overrides,
         resume=resume,
+        on_ray=on == "ray",
         seconds_before=process_lifecycle.seconds_since_start(),
     )
     return _search_result(results, run)

@@ -153,6 +153,11 @@ class Search:
         return [trial for trial in self.candidates if trial.is_finished]
 
     @property
+    def running(self) -> list[str]:
+        """Names of the trials that are being trained: several at the same time with `--on ray`."""
+        return [decision.trial for decision in self.decisions if not decision.done]
+
+    @property
     def remaining_seconds(self) -> float:
         """The time left."""
         return 60 * self.minutes - self.used_seconds
@@ -168,7 +173,8 @@ class Search:
 def decide(search: Search) -> Decision | None:
     """Return what to train next; None if nothing that may still win fits into the time left.
 
-    Trials that are clearly worse than the best one are ended before. In this order:
+    Trials that are clearly worse than the best one are ended before. Those that are being trained
+    are left as they are. In this order:
 
     1. the first configuration, to its end; of `finetune train SOURCE`, with as many epochs as fit;
     2. a paused run in the better half of those that came as far;
@@ -178,15 +184,16 @@ def decide(search: Search) -> Decision | None:
     6. the most promising configuration to its end, with as many epochs as fit;
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
-    for trial in search.candidates:
+    running, first = search.running, search.trials[0]
+    waiting = [trial for trial in search.candidates if trial.name not in running]
+    for trial in waiting:
         _prune_if_worse(search, trial)
-    first = search.trials[0]
     whole_seconds = estimate_remaining_seconds(search, first) + estimate_final_seconds(
         search, first
     )
-    if not first.curve and whole_seconds > search.remaining_seconds:
+    if first in waiting and not first.curve and whole_seconds > search.remaining_seconds:
         _shorten(search, first)
-    active = [t for t in search.candidates if not t.end_reason and not t.is_finished]
+    active = [trial for trial in waiting if not trial.end_reason and not trial.is_finished]
     in_time = [trial for trial in active if _can_finish(search, trial)]
     if first in in_time:
         return Decision(first.name, 1.0, "the recipe of finetune train", search.used_seconds)
@@ -197,6 +204,8 @@ def decide(search: Search) -> Decision | None:
         is_whole = following.repeat_of or is_short or reason == _SHORTENED
         until = 1.0 if is_whole else next_rung
         return Decision(following.name, until, reason, search.used_seconds)
+    if running:  # what they measure decides
+        return None
     if active and not search.finished:
         fastest = min(active, key=lambda trial: estimate_remaining_seconds(search, trial))
         reason = "the fastest, because nothing fits into the time left"
@@ -343,7 +352,8 @@ def _repetition(search: Search) -> Trial | None:
     if number >= _MAX_SPLITS or cost > search.remaining_seconds:
         return None
     if unfinished:
-        return None if unfinished[0].end_reason else unfinished[0]
+        can_continue = not unfinished[0].end_reason and unfinished[0].name not in search.running
+        return unfinished[0] if can_continue else None
     search.trials.append(_resplit(missing[0], number))
     return search.trials[-1]
 

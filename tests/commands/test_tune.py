@@ -32,10 +32,11 @@ from finetune.commands import (
 )
 from finetune.commands import start as start_module
 from finetune.commands.portfolio import Config, build_trials
+from finetune.commands.run_search import Progress, run_search, train_until
 from finetune.commands.search_space import draw_trials
 from finetune.commands.start import Choice, RecipeBuilder, StartResult
 from finetune.commands.successive_halving import Decision, Point, Search, Trial, best_trial, decide
-from finetune.commands.tune import Progress, read_search, run_search
+from finetune.commands.tune import read_search
 from finetune.commands.weight_selection import Candidate, Score
 from finetune.errors import DivergedError, Interrupted
 from finetune.recipe.load import load_recipe, parse_recipe
@@ -706,10 +707,10 @@ class TestRuns:
         self, photos: Path, tmp_path: Path
     ) -> None:
         recipe = load_recipe_for(photos)
-        first = tune.train_until(recipe, tmp_path / "run", lambda step, _: step >= 2)
+        first = train_until(recipe, tmp_path / "run", lambda step, _: step >= 2)
         assert first.curve[-1].step == 2
         for _ in range(2):  # the second call finds all steps done
-            progress = tune.train_until(recipe, tmp_path / "run", lambda *_: False)
+            progress = train_until(recipe, tmp_path / "run", lambda *_: False)
         assert progress.curve[-1].step == 4
         assert (progress.num_steps, progress.num_images) == (4, 8)
         assert not (tmp_path / "run" / "results.json").exists()
@@ -722,7 +723,7 @@ class TestRuns:
         data = recipe.data.model_copy(update={"split_seed": 1})
         repetition = recipe.model_copy(update={"data": data})
         runs = [
-            tune.train_until(each, tmp_path / name, lambda *_: True)
+            train_until(each, tmp_path / name, lambda *_: True)
             for name, each in (("first", recipe), ("again", repetition))
         ]
         first, again = (each.inputs for each in runs)
@@ -764,7 +765,7 @@ class TestTuneRecipe:
     def test_a_search_that_was_killed_ends_with_the_run_of_its_choice(
         self, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out, train_until = tmp_path / "run", tune.train_until
+        out = tmp_path / "run"
         arguments = ["tune", str(tuned), "--out", str(out), "--minutes", "30"]
 
         def kill(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool]) -> Progress:

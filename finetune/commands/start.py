@@ -338,6 +338,10 @@ class RecipeBuilder:
         dependencies = [
             *(__version__, torch.__version__, device.type, self.source.class_names),
             images_keys,
+            [
+                None if split.groups is None else split.groups.tolist()
+                for split in self.source.splits.values()
+            ],
             sorted(override for override in self.overrides if not override.startswith("run.")),
             [(each.name, each.image_size) for each in candidates],
         ]
@@ -564,18 +568,22 @@ def _read_choice(key: str) -> Choice | None:
     """Return the choice of an earlier start; None if there is none, or its file is damaged."""
     with contextlib.suppress(OSError, ValueError), CacheFolder(cache_path("start")) as cache:
         body = cache.read(f"{key}.json", max_bytes=_MAX_CHOICE_BYTES)
-        if body[:64] == hashlib.sha256(body[64:]).hexdigest().encode():
+        if body[:64] == _hash_choice(key, body[64:]):
             return _CHOICE.validate_json(body[64:])
     return None
 
 
 def _write_choice(key: str, choice: Choice) -> None:
-    """Write the choice into the cache, after its sha256, unless the cache is not writable."""
+    """Write the choice into the cache, after its checksum, unless the cache is not writable."""
     name, body = f"{key}.json", _CHOICE.dump_json(choice)
     with contextlib.suppress(OSError), CacheFolder(cache_path("start")) as cache:
         with cache.write(name) as file:
-            file.write(hashlib.sha256(body).hexdigest().encode() + body)
+            file.write(_hash_choice(key, body) + body)
         cache.evict(_MAX_CACHE_BYTES, keep_name=name, pattern=_CHOICE_NAME)
+
+
+def _hash_choice(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + body).hexdigest().encode()
 
 
 def inspect_data(source: Source, val_fraction: float) -> DatasetStats:

@@ -60,7 +60,7 @@ def resolve_data_section(
         data: source string; None for the dataset of the run.
     Returns: the data section and the seed. For the dataset of the run, these are the run's own,
         which give the same splits as in training; for another dataset, the section has only the
-        run's preprocessing, and the seed is 0.
+        run's preprocessing, its columns if the kind of source is the same, and the seed is 0.
     Raises: RecipeError if `data` is None and the model is not a run directory.
     """
     if recipe is not None and (
@@ -75,8 +75,12 @@ def resolve_data_section(
             f"{model}: not a run directory, so its dataset is unknown; set --data",
             code="recipe.missing_option",
         )
-    preprocessing = recipe.data.model_dump(include={"eval", "decode_size"}) if recipe else {}
-    return DataSection(source=data, **preprocessing), 0
+    if recipe is None:
+        return DataSection(source=data), 0
+    kept = {"eval", "decode_size"}
+    if data.partition(":")[0] == recipe.data.source.partition(":")[0]:  # the data may have moved
+        kept |= {"image_column", "label_column", "task"}
+    return DataSection(source=data, **recipe.data.model_dump(include=kept)), 0
 
 
 def _normalize_source(source: str) -> str:

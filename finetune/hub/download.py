@@ -29,6 +29,7 @@ from finetune.log import warn_once
 
 __all__ = [
     "CachedHubFile",
+    "FileNotInRepoError",
     "download_first",
     "download_hub_file",
     "download_url",
@@ -51,7 +52,7 @@ class CachedHubFile:
     sha256: str | None
 
 
-class _FileNotInRepoError(WeightsError):
+class FileNotInRepoError(WeightsError):
     """The repository does not hold this file."""
 
     code = "weights.not_found"
@@ -73,7 +74,7 @@ def download_first(
     for filename in filenames:
         try:
             return download_hub_file(repo_id, filename, revision, display_name=display_name)
-        except _FileNotInRepoError as error:
+        except FileNotInRepoError as error:
             missing = missing or error
     raise WeightsError(
         f"{display_name or f'hf-hub:{repo_id}'}: no weights file (looked for "
@@ -131,7 +132,7 @@ def _find_cached(
     if path is None or isinstance(path, str):
         return Path(path) if path else None
     if is_offline_mode():
-        raise _FileNotInRepoError(
+        raise FileNotInRepoError(
             f"{display_name}: no file {filename}; choose a repository in timm format"
         )
     return None
@@ -182,7 +183,7 @@ def _download_once(
                 commit, etag = metadata.commit_hash, metadata.etag
             path = Path(hf_hub_download(repo_id, filename, revision=revision))
     except HubFileNotFoundError:
-        raise _FileNotInRepoError(
+        raise FileNotInRepoError(
             f"{display_name}: no file {filename}; choose a repository in timm format"
         ) from None
     except LocalEntryNotFoundError:  # a response without the Hub's headers
@@ -250,10 +251,10 @@ def verify_checksum(path: Path, etag: str | None = None) -> str | None:
 
     Args:
         path: symlink in a snapshot, or the file itself if the system has no symlinks.
-        etag: expected ETag, used if `path` is not a symlink.
+        etag: expected ETag; None for the one in the cache, if `path` is a symlink.
     Returns: the sha256; "" if the ETag is not a sha256; None if the bytes do not match.
     """
-    name = Path(os.readlink(path)).name if path.is_symlink() else etag or ""
+    name = etag or (Path(os.readlink(path)).name if path.is_symlink() else "")
     if re.fullmatch(r"[0-9a-f]{64}", name):
         return name if file_sha256(path) == name else None
     if re.fullmatch(r"[0-9a-f]{40}", name) and git_blob_sha1(path) != name:

@@ -215,11 +215,17 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
     """
     splits: dict[str, Any] = record.get("split_fingerprints", {})
     # Without data.split_seed, run.seed draws the subsets and the validation split.
+    # With data.unreadable=quarantine, another machine may read other images.
+    plan = record.get("plan", {})
+    images_read = [plan.get(key) for key in ("images_read", "val_images_read")]
     if recipe.data.split_seed is None and (whole := record.get("whole_fingerprints")):
         splits = {**whole, "classes": splits.get("classes")}
-    elif splits:  # with data.unreadable=quarantine, another machine may read other images
-        splits = {**splits, "images_read": record.get("plan", {}).get("images_read")}
-    weights = [record.get(key) for key in ("weights_sha256", "preprocessing")]
+        if recipe.data.num_train is None and recipe.data.num_val is None:
+            # all images are in train or in val
+            splits["images_read"] = sum(each or 0 for each in images_read)
+    elif splits:
+        splits = {**splits, "images_read": images_read}
+    weights = [record.get(key) for key in ("weights_sha256", "preprocessing", "kept_rows_sha256")]
     return {
         "recipe": training_keys_without_seed(recipe),
         "data": splits,

@@ -357,6 +357,32 @@ class TestSecondStart:
             file.write_bytes(content)
             assert self.started(photos) == (first, False)
 
+    def test_a_choice_for_other_images_is_ignored(
+        self, photos: str, findings: Findings, tmp_path: Path
+    ) -> None:
+        self.started(photos)
+        (file,) = (tmp_path / "cache" / "start").iterdir()
+        (Path(photos) / "a" / "0.png").write_bytes(random_png(5))
+        self.started(photos)
+        (other,) = {*(tmp_path / "cache" / "start").iterdir()} - {file}
+        other.write_bytes(file.read_bytes())
+        assert not self.started(photos)[1]
+
+    def test_chooses_again_if_a_group_changes(
+        self, photos: str, findings: Findings, tmp_path: Path
+    ) -> None:
+        """The groups decide which images are held out for validation."""
+        table = tmp_path / "photos.csv"
+        rows = [f"{path},{path.parent.name}" for path in sorted(Path(photos).rglob("*.png"))]
+
+        def was_reused(first_group: str) -> bool:
+            groups = [first_group, *(f"g{number // 2}" for number in range(1, len(rows)))]
+            lines = [f"{row},{group}" for row, group in zip(rows, groups, strict=True)]
+            table.write_text("\n".join(["path,label,group", *lines]))
+            return self.started(f"csv:{table}", "data.group=group")[1]
+
+        assert [was_reused("g0"), was_reused("g0"), was_reused("g5")] == [False, True, False]
+
 
 # Every key, in groups that may be set together.
 OVERRIDES = (

@@ -462,6 +462,15 @@ TABLES = {
             "d/test.parquet": lambda path: write_parquet(path, [0, 1], names=["b", "a"]),
         },
     ),
+    "files of a split with different classes": BadInput(
+        "data info parquet:d",
+        "data.split_mismatch",
+        "train-1.parquet",
+        {
+            "d/train-0.parquet": lambda path: write_parquet(path, [0, 1], names=["a", "b"]),
+            "d/train-1.parquet": lambda path: write_parquet(path, [0, 1], names=["b", "a"]),
+        },
+    ),
     "splits with different label types": BadInput(
         "data info parquet:d",
         "data.split_mismatch",

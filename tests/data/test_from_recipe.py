@@ -108,5 +108,10 @@ def test_other_data_uses_the_preprocessing_of_the_run() -> None:
         assert resolve_data_section("run", recipe_of_folder, same_source)[0] is section, (
             "the run's own splits"
         )
+    names = {"image_column": "left", "label_column": "breed"}
+    table = recipe.data.model_copy(update={"source": "parquet:a", **names})
+    for source, column in (("parquet:b", "left"), ("hub:me/b", None)):
+        section, _ = resolve_data_section("run", recipe.model_copy(update={"data": table}), source)
+        assert section.image_column == column
     model_section, _ = resolve_data_section("model", None, "folder:other")
     assert (model_section.eval, model_section.decode_size) == (None, None)

@@ -407,3 +407,14 @@ class TestVerifyChecksum:
         assert verify_checksum(link) is None
         assert verify_checksum(blob) == ""  # without a symlink the checksum is unknown
         assert verify_checksum(blob, etag=blob.name) is None
+
+    def test_a_link_to_another_file_of_the_cache(self, tmp_path: Path) -> None:
+        blobs = {}
+        for content in (b"mine", b"other"):
+            sha256 = hashlib.sha256(content).hexdigest()
+            (tmp_path / sha256).write_bytes(content)
+            blobs[content] = sha256
+        link = tmp_path / "file"
+        link.symlink_to(blobs[b"other"])
+        assert verify_checksum(link, etag=blobs[b"mine"]) is None
+        assert verify_checksum(link, etag=blobs[b"other"]) == blobs[b"other"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from refusals import refused
 
+from finetune.errors import WeightsError
+from finetune.hub.download import CachedHubFile, FileNotInRepoError
+from finetune.models.weights import transformers_config
 from finetune.models.weights.transformers_config import resolve_classifier
 
 pytest.importorskip("transformers")
@@ -54,6 +58,27 @@ def test_class_names_are_ordered_by_index(tmp_path: Path) -> None:
     }
     default_names = write_config(tmp_path, None, id2label={"0": "LABEL_0", "1": "LABEL_1"})
     assert resolve_classifier(default_names, pretrained=False)[0].class_names is None
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_only_a_processor_that_the_repository_lacks_is_left_out(
+    is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path, None)
+    error = (
+        FileNotInRepoError("no file")
+        if is_missing
+        else WeightsError("transformers:me/cvt: it is damaged; delete it")
+    )
+
+    def download(repository: str, filename: str, *_: Any, **__: Any) -> CachedHubFile:
+        if filename == "preprocessor_config.json":
+            raise error
+        return CachedHubFile(tmp_path / filename, "abc", None)
+
+    monkeypatch.setattr(transformers_config, "download_hub_file", download)
+    with contextlib.nullcontext() if is_missing else refused("weights", "it is damaged"):
+        resolve_classifier("transformers:me/cvt", pretrained=False)
 
 
 @pytest.mark.parametrize("name", ["transformers:nowhere", "transformers:./nowhere/at/all"])

@@ -24,6 +24,7 @@ from finetune.run.record import (
     read_record,
     read_trained_recipe,
     record_status,
+    training_identity,
     write_record,
 )
 
@@ -186,3 +187,23 @@ def test_a_card_names_the_data_that_the_run_was_trained_on(tmp_path: Path) -> No
     (tmp_path / "recipe.yaml").write_text(moved.to_yaml())
     assert read_recipe(RunDir(tmp_path)) == moved
     assert read_trained_recipe(RunDir(tmp_path)) == recipe
+
+
+@pytest.mark.parametrize("split_seed", [None, 0])
+def test_runs_with_other_readable_images_or_kept_classes_differ(split_seed: int | None) -> None:
+    recipe = parse_recipe(tiny_recipe_text(f"eval: resize, split_seed: {json.dumps(split_seed)}"))
+    record = {
+        "plan": {"images_read": 80, "val_images_read": 20},
+        "whole_fingerprints": {"train": "a"},
+        "split_fingerprints": {"train": "a", "classes": "b"},
+        "kept_rows_sha256": "c",
+    }
+    identity = training_identity(recipe, record)
+    other_split = record | {"plan": {"images_read": 79, "val_images_read": 21}}
+    is_same = training_identity(recipe, other_split) == identity
+    assert is_same is (split_seed is None)  # else run.seed draws the splits
+    for change in (
+        {"plan": {"images_read": 79, "val_images_read": 20}},
+        {"kept_rows_sha256": "d"},
+    ):
+        assert training_identity(recipe, record | change) != identity

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from finetune.data.columns import declared_class_names
 from finetune.data.encoded_images import TableChunk
 from finetune.data.streaming.shard_file import ShardFile, open_stream
 from finetune.data.thread_pool import NUM_REQUEST_THREADS, thread_map
@@ -134,7 +135,8 @@ def read_label_column(
 
     Args:
         image_column: image column, which every shard must also have.
-    Raises: DataError if a column is missing or of another type; HubError if the Hub fails.
+    Raises: DataError if a column is missing or of another type, or its class names differ; HubError
+        if the Hub fails.
     """
     for shard in shards:
         for name in (column, image_column):
@@ -144,6 +146,15 @@ def read_label_column(
                     "write all files with the same columns",
                     code="data.no_column",
                 )
+        if declared_class_names(shard.schema, column) != declared_class_names(
+            shards[0].schema, column
+        ):
+            raise DataError(
+                f"{shard.file.display_name}: its class names differ from those of "
+                f"{shards[0].file.display_name}; write all files with the same names in the same "
+                "order",
+                code="data.split_mismatch",
+            )
         make_chunk(
             shard.file.display_name, (), 0, pa.nulls(0, shard.schema.field(image_column).type)
         )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import read_untrusted_json
-from finetune.hub.download import download_first, download_hub_file
+from finetune.hub.download import FileNotInRepoError, download_first, download_hub_file
 from finetune.models.architectures.transformers_classifier import (
     ARCHITECTURE,
     classifier_types,
@@ -115,7 +115,7 @@ def resolve_classifier(
         main = download_hub_file(repository, "config.json", revision or None, display_name=name)
         commit = main.commit or revision or None
         paths = {"config.json": main.path}
-        with contextlib.suppress(WeightsError):  # the repository may not have this file
+        with contextlib.suppress(FileNotInRepoError):
             file = download_hub_file(repository, PROCESSOR_FILE, commit, display_name=name)
             paths[PROCESSOR_FILE] = file.path
         weights = None

@@ -43,7 +43,8 @@ def train_on_ray(session: SearchSession) -> None:
     running: dict[Any, Decision] = {}  # by Ray's reference of the result
     signals: list[int] = []  # an exception from a signal handler would break `ray.wait`
     with handle_interrupts(signals.append), _cluster() as ray:
-        resources, num_slots = find_resources([node["Resources"] for node in ray.nodes()])
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        resources, num_slots = find_resources(machines)
         logger.info(f"--on ray: {num_slots} trials at the same time")
         task = ray.remote(max_retries=1, **resources)(_train_trial)
         while not search.chosen:
@@ -99,6 +100,7 @@ def find_resources(machines: Sequence[Mapping[str, float]]) -> tuple[dict[str, i
 
     Args:
         machines: number of "CPU" and "GPU" of each machine.
+    Raises: SetupError if no machine has cores.
     """
     with_gpus = [machine for machine in machines if machine.get("GPU")]
     if with_gpus:
@@ -106,6 +108,12 @@ def find_resources(machines: Sequence[Mapping[str, float]]) -> tuple[dict[str, i
         num_gpus = sum(int(machine["GPU"]) for machine in with_gpus)
         return {"num_gpus": 1, "num_cpus": max(1, cores)}, num_gpus
     all_cores = [int(machine["CPU"]) for machine in machines if machine.get("CPU")]
+    if not all_cores:
+        raise SetupError(
+            "--on ray: no machine of the cluster has cores for a trial; add one with ray start "
+            "--num-cpus N",
+            code="setup.no_cluster",
+        )
     cores = min(all_cores)
     return {"num_cpus": cores}, sum(each // cores for each in all_cores)
 

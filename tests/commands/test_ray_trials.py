@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from launches import process_command, running_process_ids
 from recipe_texts import tiny_recipe_text
+from refusals import refused
 
 from finetune.cli import main as cli
 from finetune.commands import ray_trials, tune
@@ -30,6 +35,11 @@ def test_resources_of_a_trial(
     machines: list[dict[str, float]], resources: dict[str, int], num_trials: int
 ) -> None:
     assert find_resources(machines) == (resources, num_trials)
+
+
+def test_a_cluster_without_cores_is_refused() -> None:
+    with refused("setup.no_cluster", "--num-cpus"):
+        find_resources([{"memory": 1.0}])
 
 
 def make_search(names: str, *, minutes: float = 10) -> Search:
@@ -89,6 +99,33 @@ class TestSearch:
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["test"]["examples"] == 30
         assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+
+    @pytest.mark.faults
+    def test_a_trial_continues_if_its_worker_is_killed(
+        self, tuned: list[str], tmp_path: Path
+    ) -> None:
+        killed: list[int] = []
+
+        def kill_a_worker() -> None:
+            while not killed:
+                time.sleep(0.05)
+                if (tmp_path / "run" / "trials" / "recipe" / "metrics.jsonl").exists():
+                    workers = [
+                        each
+                        for each in running_process_ids()
+                        if "ray::_train_trial" in process_command(each)
+                    ]
+                    for worker in workers:
+                        os.kill(worker, signal.SIGKILL)
+                    killed.extend(workers)
+
+        thread = threading.Thread(target=kill_a_worker, daemon=True)
+        thread.start()
+        assert cli.main([*tuned, "optim.steps=200", "run.save_every=10"]) == 0
+        assert killed
+        search = read_search(tmp_path / "run")
+        assert not any(trial.end_reason.startswith("failed") for trial in search.trials)
+        assert search["recipe"].is_finished
 
     def test_workers_of_another_version_are_refused(
         self, tuned: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import finetune
+from finetune import __version__
 from finetune.commands.run_search import SAVE_SECONDS, SearchSession, train_until
 from finetune.commands.successive_halving import Decision, Search, Trial
 from finetune.errors import FinetuneError, Interrupted, SetupError, install_hint, root_cause_message
@@ -119,7 +119,7 @@ def find_resources(machines: Sequence[Mapping[str, float]]) -> tuple[dict[str, i
 
 
 def _versions() -> dict[str, str]:
-    return {"finetune": finetune.__version__, "torch": torch.__version__}
+    return {"finetune": __version__, "torch": torch.__version__}
 
 
 class _WorkerSession(SearchSession):
@@ -176,6 +176,9 @@ def _get(ray: Any, result: Any, trial: Trial) -> tuple[Trial, list[Exception]]:
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        problem = SetupError(f"{trial.name}: its worker was lost ({root_cause_message(error)})")
+        problem = SetupError(
+            f"{trial.name}: its worker was lost ({root_cause_message(error)})",
+            code="setup.lost_worker",
+        )
         logger.warning(str(problem))
         return replace(trial, end_reason=f"failed: {problem}"), [problem]

@@ -103,6 +103,7 @@ def train_until(recipe: Recipe, folder: Path, pause: Callable[[int, int], bool])
 
 
 def data_sha256(whole_fingerprints: Mapping[str, str], classes: str | None) -> str:
+    """Return a hash of the images and labels of all splits, and of the classes."""
     return json_sha256({**whole_fingerprints, "classes": classes})
 
 
@@ -156,9 +157,9 @@ def run_search(
                 from finetune.commands.ray_trials import train_on_ray
 
                 train_on_ray(session)
-            for decision in search.decisions:
-                if not decision.done:
-                    session.execute(decision, is_resumed=True)
+            for interrupted in search.decisions:
+                if not interrupted.done:
+                    session.execute(interrupted, is_resumed=True)
             while not search.chosen and (decision := session.next_decision()) is not None:
                 session.execute(decision)
         except (Interrupted, KeyboardInterrupt) as error:

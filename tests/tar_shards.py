@@ -16,6 +16,8 @@ from small_datasets import random_png
 
 Member = tuple[str, bytes] | tarfile.TarInfo
 
+SUFFIXES = ("rgb.png", "mask.png")
+
 
 def tar_bytes(members: Iterable[Member], **options: Any) -> bytes:
     """Return a tar file of these (name, content) pairs, or of headers without content."""
@@ -39,6 +41,19 @@ def tar_members(first: int, number: int, classes: int = 2) -> list[Member]:
         for member in (
             (f"{place:05}.cls", str(place % classes).encode()),
             (f"{place:05}.png", random_png(place)),
+        )
+    ]
+
+
+def two_image_members() -> list[Member]:
+    """Return the members of two samples with an image of each of the `SUFFIXES`."""
+    return [
+        member
+        for number in (0, 1)
+        for member in (
+            (f"{number}.cls", str(number).encode()),
+            (f"{number}.{SUFFIXES[0]}", random_png(number)),
+            (f"{number}.{SUFFIXES[1]}", random_png(number + 2)),
         )
     ]
 

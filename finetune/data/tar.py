@@ -291,7 +291,8 @@ class TarImages:
         self._offsets = np.concatenate([shard.offsets for shard in shards])
         self._sizes = np.concatenate([shard.sizes for shard in shards])
         self._names = [shard.names for shard in shards]
-        self.origin = "\n".join(str(file.path) for file in self._files)
+        # samples may have several images, so paths alone do not tell which of them these are
+        self.origin = "\n".join(f"{shard.file.path} {shard.content_id}" for shard in shards)
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -87,9 +87,9 @@ class TarShard:
 
     @property
     def content_id(self) -> str:
-        """The shard's ETag; else a hash of the offsets and sizes of its images."""
+        """The shard's ETag, and a hash of the offsets and sizes of its images."""
         layout = self.offsets.tobytes() + self.sizes.tobytes()
-        return self.file.etag or hashlib.sha256(layout).hexdigest()
+        return self.file.etag + hashlib.sha256(layout).hexdigest()
 
     @functools.cached_property
     def _group_edges(self) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ import pytest
 from forked_runs import run_in_child
 from refusals import refused
 from small_datasets import random_png, write_file, write_image_folder, write_parquet
+from tar_shards import SUFFIXES, tar_bytes, two_image_members
 
 from finetune.data import fingerprint as fingerprint_module
 from finetune.data import recorded_digests
@@ -104,7 +105,8 @@ def test_detects_changes_of_files_that_a_table_names(tmp_path: Path) -> None:
     assert changed != first == open_train(source).fingerprint
 
 
-def test_columns_of_one_file_have_different_fingerprints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_one_file_have_different_fingerprints(tmp_path: Path, streaming: bool) -> None:
     import pyarrow.parquet as pq
 
     path = write_parquet(tmp_path / "a.parquet", [0, 1, 0])
@@ -114,10 +116,20 @@ def test_columns_of_one_file_have_different_fingerprints(tmp_path: Path) -> None
     )
     pq.write_table(table.append_column("more", other_table["img"]), path)
     fingerprints = [
-        open_source(f"parquet:{path}", image_column=name, label_column="label")
+        open_source(f"parquet:{path}", image_column=name, label_column="label", streaming=streaming)
         .splits["train"]
         .fingerprint
         for name in ("img", "more", "img", "more")
+    ]
+    assert fingerprints[:2] == fingerprints[2:]
+    assert len(set(fingerprints)) == 2
+
+
+def test_suffixes_of_one_tar_have_different_fingerprints(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.tar", tar_bytes(two_image_members()))
+    fingerprints = [
+        open_source(f"tar:{tmp_path}/a.tar", image_column=suffix).splits["train"].fingerprint
+        for suffix in (*SUFFIXES, *SUFFIXES)
     ]
     assert fingerprints[:2] == fingerprints[2:]
     assert len(set(fingerprints)) == 2

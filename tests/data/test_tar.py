@@ -22,7 +22,14 @@ from PIL import Image
 from refusals import refused
 from small_datasets import class_counts, make_pixel_store, random_png, write_file
 from streaming_dataset import disable_retry_waits
-from tar_shards import RangeServer, tar_bytes, tar_members, write_tar_shards
+from tar_shards import (
+    SUFFIXES,
+    RangeServer,
+    tar_bytes,
+    tar_members,
+    two_image_members,
+    write_tar_shards,
+)
 
 from finetune.data import tar as tar_module
 from finetune.data import tar_index
@@ -318,6 +325,15 @@ class TestHttpServer:
         server.validator = "two"  # as if the content had changed
         assert open_source(f"tar:{server.url}/{PATTERN}").splits["train"].fingerprint
         assert max(last for _, _, last in server.requests) > 0
+
+    def test_suffixes_of_one_shard_have_different_fingerprints(self, server: RangeServer) -> None:
+        write_file(server.folder / "a.tar", tar_bytes(two_image_members()))
+        fingerprints = [
+            open_source(f"tar:{server.url}/a.tar", image_column=suffix).splits["train"].fingerprint
+            for suffix in (*SUFFIXES, *SUFFIXES)
+        ]
+        assert fingerprints[:2] == fingerprints[2:]
+        assert len(set(fingerprints)) == 2
 
     def test_server_without_etag_and_date(self, server: RangeServer) -> None:
         """No cached content may be used for another file; all images have one size."""

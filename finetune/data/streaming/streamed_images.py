@@ -2,7 +2,7 @@
 
 A row group of a tar shard is a range of neighboring images. Opening a source reads only the footer
 and the label column of each parquet shard, or the index of each tar shard. The fingerprint covers
-the shards' names, sizes and content ids, and the labels.
+the image column, the shards' names, sizes and content ids, and the labels.
 """
 
 # N rows, G row groups
@@ -40,7 +40,7 @@ class ReadableShard(Protocol):
     Attributes:
         file: the file to read.
         content_id: identifier of the content; differs between versions of a shard, even if name and
-            size are the same.
+            size are the same, and between the images that a tar shard has for each sample.
     """
 
     @property
@@ -220,8 +220,9 @@ class StreamedImages:
         """Do nothing, because `ShardFile.read` detects a changed shard."""
 
     def fingerprint(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
-        """Return a sha256 over the shards, the rows and their labels, in order."""
-        digest = hashlib.sha256(b"shards")
+        """Return a sha256 over image column, shards, rows and their labels, in order."""
+        column = self._column.encode()
+        digest = hashlib.sha256(b"shards" + struct.pack("<q", len(column)) + column)
         for shard in self._shards:
             file = shard.file
             name = file.path.name if isinstance(file, LocalFile) else file.path

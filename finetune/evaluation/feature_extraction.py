@@ -160,7 +160,7 @@ def load_or_compute_features(
     started = time.perf_counter()
     key, values, folder = None, None, cache_path("features")
     if accelerator.is_main_process:
-        key = _cache_key(split, identity, data_config, accelerator, extract)
+        key = _cache_key(split, identity, pipeline, data_config, accelerator, extract)
         if key is not None:
             values = read_cached_features(folder, key, num_images=len(split))
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
@@ -190,6 +190,7 @@ def load_or_compute_features(
 def _cache_key(
     split: Split,
     identity: Mapping[str, Any],
+    pipeline: Pipeline,
     section: DataSection,
     accelerator: Accelerator,
     extract: FeatureExtractor,
@@ -205,6 +206,7 @@ def _cache_key(
         "data": images_key,
         "decode_size": split.decode_size,
         "unreadable": section.unreadable,
+        "interpolation": pipeline.used_interpolation,  # may not be the published one
     }
     compute = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
     dependencies = {**identity, **data, **compute, "format": FORMAT_VERSION}

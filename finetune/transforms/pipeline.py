@@ -123,6 +123,12 @@ class Pipeline:
         self._plans: dict[HeightWidth, list[PlanStep]] = {}
         check_output_size(calls, self.image_size, transform_spec)
 
+    @property
+    def used_interpolation(self) -> str | None:
+        """The default filter; None if each resize of the spec names its own."""
+        filters = [call.arguments.get("interpolation", "none") for call in self._calls]
+        return self.interpolation if None in filters else None
+
     def __call__(
         self,
         images: Tensor | RaggedBatch | Sequence[Tensor],

@@ -31,6 +31,7 @@ from finetune.models.save import BuiltModel
 from finetune.recipe.load import DataSection, RunSection
 from finetune.training.accelerator import create_accelerator
 from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.pipeline import Pipeline
 
 DIGITS = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -121,13 +122,18 @@ def test_non_finite_features_are_refused() -> None:
 
 
 def load_features(
-    split: Any, built: BuiltModel, transform: str | None = None, **data: Any
+    split: Any,
+    built: BuiltModel,
+    transform: str | None = None,
+    *,
+    pipeline: Pipeline | None = None,
+    **data: Any,
 ) -> Features:
     """Load or compute features in one process, as a probe does."""
     features = load_or_compute_features(
         split,
         model=built.model,
-        pipeline=build_pipeline(built.preprocessing, transform),
+        pipeline=pipeline or build_pipeline(built.preprocessing, transform),
         identity=feature_identity(built, transform),
         data_config=DataSection(source="embedded:digits", **data),
         accelerator=create_accelerator(RunSection(precision="fp32")),
@@ -178,6 +184,18 @@ def test_other_weights_pixels_or_images_are_computed_again() -> None:
     relabelled = replace(split, labels=9 - split.labels)
     assert not load_features(relabelled, built).is_cached
     assert load_features(split, built).is_cached
+
+
+@pytest.mark.parametrize(
+    "spec, is_used", [("resize", True), ("resize(interpolation='nearest')", False)]
+)
+def test_default_interpolation_is_part_of_the_key_if_it_is_used(spec: str, is_used: bool) -> None:
+    split = open_source("embedded:digits").splits["test"].subset(np.arange(20))
+    built = make_model()
+    assert not load_features(split, built, spec).is_cached
+    bilinear = replace(built.preprocessing, interpolation="bilinear")
+    again = load_features(split, built, spec, pipeline=build_pipeline(bilinear, spec))
+    assert again.is_cached is not is_used
 
 
 def test_feature_identity_depends_on_backbone_weights_and_transforms() -> None:

@@ -20,9 +20,13 @@ from timm.models import VisionTransformer
 
 from finetune.commands.evaluate import evaluate_model
 from finetune.commands.probe import probe_model
+from finetune.data.feature_loader import FeatureLoader
 from finetune.evaluation import feature_extraction
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.training.accelerator import create_accelerator
+from finetune.training.frozen_backbone import FrozenBackbone
+from finetune.training.setup import build_setup
 from finetune.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -210,6 +214,24 @@ def test_unreadable_images_are_quarantined_or_stop_the_run(tmp_path: Path) -> No
     plan = json.loads((tmp_path / "run" / "run.json").read_text())["plan"]
     assert plan["images_read"] == 11
     assert metrics_lines(tmp_path / "run", "train")[-1]["step"] == 9  # 3 epochs of 11 images
+
+
+def test_train_images_of_another_interpolation_are_computed_again() -> None:
+    """data.eval may name a filter for the published model that training does not use."""
+
+    def train_features(*overrides: str) -> torch.Tensor:
+        recipe = make_recipe(*overrides)
+        accelerator = create_accelerator(recipe.run)
+        setup = build_setup(recipe, device=accelerator.device, show_progress=False)
+        split = setup.source.splits["train"]
+        loader = FrozenBackbone(setup, accelerator).build_loader(split, train=True)
+        assert isinstance(loader, FeatureLoader)
+        return loader.get_features(np.arange(len(split)))
+
+    bicubic = train_features("data.eval=resize(interpolation='nearest')")
+    nearest = train_features("data.interpolation=nearest")
+    assert not torch.equal(bicubic, nearest)
+    assert torch.equal(bicubic, train_features())
 
 
 def test_cached_features_need_no_compilation(

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import PIL
 import simplejpeg
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 
 from finetune.errors import DataError, install_hint
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_PIXELS",
     "decode_image",
     "decode_jpeg",
+    "decoder_versions",
     "heif_decoder_version",
     "hwc_to_chw",
     "open_dataset_file",
@@ -139,6 +141,16 @@ def heif_decoder_version() -> str | None:
         return importlib.metadata.version("pillow-heif")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def decoder_versions() -> list[str | int | None]:
+    """Return the versions and limits of the decoders, for cache keys.
+
+    They decide which images can be read, and which pixels these have.
+    """
+    jpeg = features.version("libjpeg_turbo") or features.version("jpg")
+    heif = heif_decoder_version()
+    return [PIL.__version__, jpeg, simplejpeg.__version__, heif, MAX_PIXELS]
 
 
 @functools.lru_cache(maxsize=1)

@@ -26,14 +26,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import PIL
-import simplejpeg
 from numpy.typing import NDArray
-from PIL import features
 
 from finetune import __version__
 from finetune.cache import WRITE_BUFFER_BYTES, CacheFolder, UntrustedCacheError, cache_path
-from finetune.data.decode import MAX_PIXELS, heif_decoder_version
+from finetune.data.decode import decoder_versions
 from finetune.data.decode_split import (
     DecodedImage,
     DecodeOptions,
@@ -221,15 +218,11 @@ def _build_decoded_split(
 
 def _cache_key(split: Split, unreadable: str) -> str:
     """Return the cache key: a hash of everything that the pixels depend on."""
-    jpeg = features.version("libjpeg_turbo") or features.version("jpg")
     parts = {
         "format": _FORMAT_VERSION,
         "data": split.fingerprint,
         "unreadable": unreadable,
-        "decoder": [
-            *(__version__, PIL.__version__, jpeg, simplejpeg.__version__, MAX_PIXELS),
-            heif_decoder_version(),
-        ],
+        "decoder": [__version__, *decoder_versions()],
         "size": split.decode_size,
     }
     return json_sha256(parts)

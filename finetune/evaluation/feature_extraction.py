@@ -1,9 +1,10 @@
 """Frozen features of a split: the inputs of a model's classifier, computed once and cached on disk.
 
 The cache folder `features` names each file by a hash of everything that the features depend on: the
-model's tensors except its classifier, its preprocessing, the decode size, the precision, and the
-content of the images. So a run that trains only the head, its evaluation, and a probe of the same
-model share one file. A file is read completely and compared with its sha256 before use.
+model's tensors except its classifier, its preprocessing, the decoders, the decode size, the
+precision, and the content of the images. So a run that trains only the head, its evaluation, and a
+probe of the same model share one file. A file is read completely and compared with its sha256
+before use.
 """
 
 # B batch, N images, D width, C channels, H W pixels
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from finetune import __version__
 from finetune.cache import cache_path
+from finetune.data.decode import decoder_versions
 from finetune.data.decode_split import TIMEOUT_SECONDS
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import build_pixel_store
@@ -204,6 +206,7 @@ def _cache_key(
     # a run that stops at unreadable images must not use a file that excludes them
     data = {
         "data": images_key,
+        "decoder": decoder_versions(),
         "decode_size": split.decode_size,
         "unreadable": section.unreadable,
         "interpolation": pipeline.used_interpolation,  # may not be the published one

@@ -29,6 +29,7 @@ from small_datasets import (
 )
 
 from finetune.cache import CacheFolder
+from finetune.data import decode as image_decoder
 from finetune.data import decode_split as decode_module
 from finetune.data import pixel_cache as cache_module
 from finetune.data import pixel_store as store_module
@@ -186,10 +187,10 @@ def test_images_and_decoders_are_part_of_the_cache_key(
     part = split.subset(np.arange(100))
     for some_split in (split, part, part):
         assert_equals_decoded(decode_cached(some_split), some_split)
-    monkeypatch.setattr(cache_module, "MAX_PIXELS", 1000)
+    monkeypatch.setattr(image_decoder, "MAX_PIXELS", 1000)
     decode_cached(split)
     # a HEIC photo that could not be decoded before must not stay out of the cache
-    monkeypatch.setattr(cache_module, "heif_decoder_version", lambda: "another")
+    monkeypatch.setattr(image_decoder, "heif_decoder_version", lambda: "another")
     decode_cached(split)
     assert len(list(cache_folder.iterdir())) == 4
 

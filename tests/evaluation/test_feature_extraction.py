@@ -14,6 +14,7 @@ import torch
 from small_datasets import make_pixel_store, write_image_folder
 from torch import nn
 
+from finetune.data import decode as image_decoder
 from finetune.data.loader import ImageLoader
 from finetune.data.open_source import open_source
 from finetune.errors import DataError, WeightsError
@@ -170,7 +171,9 @@ def test_second_call_reads_the_cache_and_damage_is_repaired(
     assert repaired.values_ND.tobytes() == computed
 
 
-def test_other_weights_pixels_or_images_are_computed_again() -> None:
+def test_other_weights_pixels_images_or_decoders_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     split = open_source("embedded:digits").splits["test"].subset(np.arange(20))
     built = make_model()
     assert not load_features(split, built).is_cached
@@ -184,6 +187,9 @@ def test_other_weights_pixels_or_images_are_computed_again() -> None:
     relabelled = replace(split, labels=9 - split.labels)
     assert not load_features(relabelled, built).is_cached
     assert load_features(split, built).is_cached
+    # a HEIC photo that could not be decoded before must not stay left out
+    monkeypatch.setattr(image_decoder, "heif_decoder_version", lambda: "another")
+    assert not load_features(split, built).is_cached
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,9 @@ from timm.task.distillation import LogitDistillationTask
 from torch import Tensor, nn
 
 from finetune.commands.evaluate import evaluate_model
+from finetune.data import decode as image_decoder
+from finetune.data.encoded_images import ArrayImages
+from finetune.errors import DataError
 from finetune.models.build import build_model
 from finetune.models.save import BuiltModel
 from finetune.recipe.load import parse_recipe
@@ -348,6 +352,27 @@ class TestRuns:
             batch_sizes.clear()
             train(make_recipe(name, *overrides, TEACHER_ONCE), tmp_path / str(images))
             assert sum(batch_sizes) == 2 + images
+
+    def test_cached_outputs_are_those_of_the_images_that_the_student_reads(
+        self, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without pillow-heif, a run cannot read some images of an earlier run."""
+        overrides = ["data.unreadable=quarantine", "data.num_train=60", "run.test=false"]
+        monkeypatch.setattr(image_decoder, "heif_decoder_version", lambda: "1.0")
+        train(make_recipe(teacher, *overrides, TEACHER_ONCE), tmp_path / "all")
+        decode = ArrayImages.decode
+
+        def decode_some(self: ArrayImages, row: int, *arguments: Any) -> np.ndarray:
+            if row in (10, 570):
+                raise DataError(f"{row}: a HEIC photo", code="data.wrong_format")
+            return decode(self, row, *arguments)
+
+        monkeypatch.setattr(image_decoder, "heif_decoder_version", lambda: None)
+        monkeypatch.setattr(ArrayImages, "decode", decode_some)
+        for name, transforms in (("once", TEACHER_ONCE), ("every_step", TEACHER_EVERY_STEP)):
+            train(make_recipe(teacher, *overrides, transforms), tmp_path / name)
+        losses = [logged_values(tmp_path / name, "distill_loss") for name in ("once", "every_step")]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
     @pytest.mark.faults
     def test_frozen_backbone_gives_the_same_losses_with_cached_logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -16,7 +17,12 @@ from finetune.cache import CacheFolder
 from finetune.formatting import format_bytes
 from finetune.log import logger
 
-__all__ = ["FORMAT_VERSION", "read_cached_features", "write_cached_features"]
+__all__ = [
+    "FORMAT_VERSION",
+    "read_cached_features",
+    "remove_cached_features",
+    "write_cached_features",
+]
 
 FORMAT_VERSION = 2  # part of every cache key
 MAX_CACHE_BYTES = 20 * 2**30
@@ -51,6 +57,13 @@ def read_cached_features(folder: Path, key: str, *, num_images: int) -> NDArray[
     except OSError as error:
         logger.warning(f"{folder}: the feature cache is not used ({error}); computing the features")
     return None
+
+
+def remove_cached_features(folder: Path, key: str) -> None:
+    """Remove the cached features of a key, if possible."""
+    with contextlib.suppress(OSError), CacheFolder(folder) as cache:
+        for name in cache.list_files(key, ".npy"):
+            cache.remove(name)
 
 
 def _read_feature_file(

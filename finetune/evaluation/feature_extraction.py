@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from finetune import __version__
 from finetune.cache import cache_path
 from finetune.data.decode import decoder_versions
-from finetune.data.decode_split import TIMEOUT_SECONDS
+from finetune.data.decode_split import TIMEOUT_SECONDS, drop_unreadable
 from finetune.data.loader import ImageLoader
 from finetune.data.pixel_store import build_pixel_store
 from finetune.data.source import Split
-from finetune.errors import WeightsError
+from finetune.errors import DataError, WeightsError
 from finetune.evaluation.feature_cache import (
     FORMAT_VERSION,
     read_cached_features,
+    remove_cached_features,
     write_cached_features,
 )
 from finetune.model_checksums import json_sha256
@@ -165,6 +166,9 @@ def load_or_compute_features(
         key = _cache_key(split, identity, pipeline, data_config, accelerator, extract)
         if key is not None:
             values = read_cached_features(folder, key, num_images=len(split))
+            if values is not None and not _lacks_same_images(split, values, data_config.unreadable):
+                remove_cached_features(folder, key)
+                values = None
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
     is_cached = bool(torch.as_tensor(accelerator.reduce(flag, "sum")).item())
     if not is_cached:
@@ -216,6 +220,25 @@ def _cache_key(
     if extract is not compute_pre_logits:
         dependencies["read"] = extract.__name__
     return json_sha256(dependencies)
+
+
+def _lacks_same_images(split: Split, values_ND: NDArray[np.float32], unreadable: str) -> bool:
+    """Return True if the images without features are still unreadable, after a warning.
+
+    Otherwise a temporary disk error would leave out its image in every later run.
+    """
+    failed = list[tuple[int, str]]()
+    for index in np.flatnonzero(np.isnan(values_ND[:, 0])).tolist():
+        try:
+            split.decode(index)
+        except DataError as error:
+            if error.code == "data.changed":
+                raise
+            failed.append((index, str(error)))
+        else:
+            return False
+    drop_unreadable(split, failed, unreadable)
+    return True
 
 
 def _compute_split_features(

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logs import forget_warnings, logged
 from small_datasets import make_pixel_store, write_image_folder
 from torch import nn
 
 from finetune.data import decode as image_decoder
+from finetune.data.encoded_images import FileImages
 from finetune.data.loader import ImageLoader
 from finetune.data.open_source import open_source
 from finetune.errors import DataError, WeightsError
@@ -231,8 +233,16 @@ def test_unreadable_images_raise_or_are_quarantined(tmp_path: Path) -> None:
     split = open_source(source).splits["train"]
     built = make_model()
     transform = "resize((8, 8))"
-    first = load_features(split, built, transform, unreadable="quarantine")
-    again = load_features(split, built, transform, unreadable="quarantine")
+    messages: list[list[str]] = []
+    results = []
+    for _ in range(2):
+        forget_warnings()  # as in a new process
+        with logged() as logged_messages:
+            results.append(load_features(split, built, transform, unreadable="quarantine"))
+        messages.append(logged_messages)
+    first, again = results
+    assert "1.png" in messages[0][0]
+    assert messages[0] == messages[1]
     assert (first.is_cached, again.is_cached) == (False, True)
     for features in (first, again):
         assert features.indices_N.tolist() == [0, 2, 3, 4, 5]
@@ -241,6 +251,27 @@ def test_unreadable_images_raise_or_are_quarantined(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first.values_ND, again.values_ND)
     with pytest.raises(DataError, match=r"1\.png"):
         load_features(split, built, transform)
+
+
+def test_an_image_that_was_unreadable_for_a_moment_is_computed_later(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = open_source(write_image_folder(tmp_path / "set", {"cat": 3, "dog": 3})).splits["train"]
+    decode = FileImages.decode
+
+    def fail_for_row_1(self: FileImages, row: int, *arguments: Any) -> np.ndarray:
+        if row == 1:
+            raise DataError("1: cannot be opened (Input/output error)", code="data.unreadable")
+        return decode(self, row, *arguments)
+
+    options: dict[str, Any] = {"transform": "resize((8, 8))", "unreadable": "quarantine"}
+    with monkeypatch.context() as patch:
+        patch.setattr(FileImages, "decode", fail_for_row_1)
+        assert load_features(split, make_model(), **options).indices_N.tolist() == [0, 2, 3, 4, 5]
+    for is_cached in (False, True):
+        features = load_features(split, make_model(), **options)
+        assert (features.is_cached, len(features.indices_N)) == (is_cached, 6)
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_unwritable_cache_still_returns_features(

@@ -78,6 +78,7 @@ class _LoadedRun:
     recipe: Recipe
     record: RunRecord
     state_dict: dict[str, Tensor]
+    weights_sha256: str
 
 
 def average_runs(
@@ -159,12 +160,14 @@ def average_runs(
         evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
         evaluator.evaluate(network, batch_size=batch_size, progress=True)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
+    for member in members:
+        _check_unchanged(member)
     results["average"] = {
         **{"kind": kind, "runs": names, "tried": tried, "chosen": chosen},
         "members": [
             {
                 **{"name": name, "seed": member.recipe.run.seed},
-                "sha256": file_sha256(member.run.model_folder / "model.safetensors"),
+                "sha256": member.weights_sha256,
                 # validation metrics; WiSE-FT measures other weights than those of its only run
                 **({} if alphas else tried[index]),
             }
@@ -347,9 +350,18 @@ def _load_run(name: str, data: str | None) -> _LoadedRun:
         )
     run = RunDir(name)
     verify_model_folder(run.model_folder, source=name)
-    return _LoadedRun(
-        run, recipe, read_record(run), read_tensors(run.model_folder / "model.safetensors")
-    )
+    weights = run.model_folder / "model.safetensors"
+    return _LoadedRun(run, recipe, read_record(run), read_tensors(weights), file_sha256(weights))
+
+
+def _check_unchanged(member: _LoadedRun) -> None:
+    """Raise WeightsError if the weights, which are mapped, have changed since they were loaded."""
+    path = member.run.model_folder / "model.safetensors"
+    if file_sha256(path) != member.weights_sha256:
+        raise WeightsError(
+            f"{path}: the weights have changed while they were averaged; average again",
+            code="weights.damaged",
+        )
 
 
 def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:

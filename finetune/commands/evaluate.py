@@ -349,12 +349,17 @@ def warn_of_training_images(
     images = source.splits[split]
     record = read_record(RunDir(model))
     recorded = record.get("split_fingerprints", {})
+    not_compared = (
+        f"{model}: streamed images are not compared, so copies of its training images in '{split}' "
+        "are not found"
+    )
     is_own_data = redact_urls(source.name) == recipe.data.source
     if is_own_data and split == "train":
         logger.warning(f"{model}: was trained on these images, so its metrics are too high")
     if is_own_data and (split == "train" or recorded.get(split) == images.fingerprint):
         leaks = [leak for leak in record.get("leakage", []) if leak.startswith(f"split '{split}'")]
     elif images.is_streamed:
+        logger.warning(not_compared)
         return []
     else:
         try:
@@ -370,6 +375,8 @@ def warn_of_training_images(
                 f"{model}: its training images have changed since the run ({recipe.data.source}), "
                 f"so copies of the old ones in '{split}' are not found"
             )
+        if train.is_streamed:
+            logger.warning(not_compared)
         leaks = find_leakage(dataclasses.replace(source, splits={"train": train, "test": images}))
     for leak in leaks:
         logger.warning(f"{model}: {leak}")

@@ -306,10 +306,9 @@ def _check_not_foreign(target: Path, record_path: Path) -> None:
         names = [*json.loads(record_path.read_bytes())["export"]["sha256"]]
     except (OSError, ValueError, KeyError, TypeError):
         names = []
-    if target.name in names:
-        return
-    for path in (target, record_path):
-        if os.path.lexists(path):
+    known = {*names, record_path.name} if target.name in names else set()
+    for path in (target, record_path, target.with_name(f"{target.name}.data")):
+        if path.name not in known and os.path.lexists(path):
             cause = "is not from an earlier export; remove it, or"
             if names and path == record_path:
                 cause = f"describes {names[0]};"

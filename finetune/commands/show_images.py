@@ -29,6 +29,7 @@ from finetune.errors import DataError, redact_urls
 from finetune.files import check_output_file
 from finetune.formatting import pluralize
 from finetune.precision import DTYPES, resolve_precision
+from finetune.recipe.paths import check_is_outside
 from finetune.recipe.schema import Recipe
 from finetune.training.setup import build_setup
 from finetune.training.training_images import NUM_EPOCHS, augment_images, pick_one_per_class
@@ -64,6 +65,7 @@ def show_source(
         be written.
     """
     path = check_output_file(out, option=option, suffixes=SHEET_SUFFIXES)
+    check_is_outside(source, path, option=option)
     loaded_source = open_source(source, decode_size=THUMBNAIL_PIXELS, multilabel=multilabel)
     rows = _rows_by_class(loaded_source)
     subtitle_parts = [pluralize(len(loaded_source.class_names), "class", "classes")]
@@ -120,6 +122,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
     Raises: FinetuneError for unreadable data or a recipe that does not fit the data.
     """
     path = check_output_file(out, option="--out", suffixes=SHEET_SUFFIXES)
+    check_is_outside(recipe.data.source, path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model_section = recipe.model.model_copy(update={"pretrained": False})
     recipe = recipe.model_copy(update={"model": model_section})

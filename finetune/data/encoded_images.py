@@ -42,7 +42,7 @@ class EncodedImages(Protocol):
     `record_digests`, it raises a DataError for a file whose content is not the recorded one.
 
     Attributes:
-        origin: local paths of the files that hold the images, and which images of these files they
+        origin: addresses of the files that hold the images, and which images of these files they
             are, for the key of the cached digests; "" if there are none.
         has_file_per_image: True if each image has its own file.
         is_streamed: True if images are read from shards by row group, see `StreamedImages`.

@@ -157,8 +157,9 @@ class Split:
     def cache_key(self) -> str | None:
         """Return a SHA-256 that changes whenever an image may have changed.
 
-        It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint
-        and the stat signatures of local shards. None if changes could go unnoticed: a server sends
+        It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint,
+        the addresses and the stat signatures of local shards, because the ETags of two servers can
+        be equal. None if changes could go unnoticed: a server sends
         no ETag, or a local shard was just written.
         """
         if not isinstance(self.images, StreamedImages):
@@ -166,7 +167,8 @@ class Split:
         signatures = self.images.stat_signatures(self.image_rows)
         if len(signatures) and not are_settled(signatures):
             return None
-        return hashlib.sha256(self.fingerprint.encode() + signatures.tobytes()).hexdigest()
+        parts = f"{self.fingerprint}\n{self.images.origin}".encode() + signatures.tobytes()
+        return hashlib.sha256(parts).hexdigest()
 
     def shard_times(self) -> str | None:
         """Return a hash of the mtimes and ctimes of local shards; None unless they are streamed.

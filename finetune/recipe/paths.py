@@ -109,12 +109,13 @@ def check_recipe_or_source(text: str) -> None:
         return
 
 
-def check_is_outside(source: str, out: Path) -> None:
-    """Raise RecipeError if an output folder is in the folder of images, where it becomes a class.
+def check_is_outside(source: str, out: Path, *, option: str = "--out") -> None:
+    """Raise RecipeError if an output is in the folder of images: it becomes a class or an image.
 
     Args:
         source: the images, as the user typed them.
-        out: the output folder.
+        out: the output folder or file.
+        option: the command-line option of `out`.
     """
     kind, path = split_source(source)
     if kind not in (None, "folder"):
@@ -122,8 +123,8 @@ def check_is_outside(source: str, out: Path) -> None:
     folder = Path(os.path.expanduser(path)).resolve()
     if folder.is_dir() and folder in out.resolve().parents:
         raise RecipeError(
-            f"--out: {out} is in the folder of images {path}, where it would become a class; give "
-            "another folder",
+            f"{option}: {out} is in the folder of images {path}, where it would become a class or "
+            "an image; give another folder",
             code="recipe.conflict",
         )
 

@@ -24,7 +24,7 @@ from small_datasets import write_image_folder
 from torch import Tensor
 
 from finetune.cli.main import main
-from finetune.commands import evaluate
+from finetune.commands import average, evaluate
 from finetune.commands.average import average_runs, interpolate_weights, mean_weights
 from finetune.commands.evaluate import evaluate_model
 from finetune.files import file_sha256
@@ -120,6 +120,25 @@ def test_uniform_soup_is_the_mean_of_the_weights(runs: Path, tmp_path: Path) -> 
     evaluated = evaluate_model(str(tmp_path / "out"), data="embedded:digits", split="test")
     assert evaluated["examples"] > result["test"]["examples"] == 100
     assert read_results(tmp_path / "out")["average"]["runs"] == names
+
+
+def test_weights_that_change_meanwhile_are_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are mapped, so that a file that is copied over another one changes the average."""
+    for name in ("a", "b"):
+        shutil.copytree(runs / name, tmp_path / name)
+    measure = average.evaluate
+
+    def replace_and_evaluate(*args: Any, **kwargs: Any) -> Any:
+        weights = (runs / "c" / "model" / "model.safetensors").read_bytes()
+        (tmp_path / "a" / "model" / "model.safetensors").write_bytes(weights)
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(average, "evaluate", replace_and_evaluate)
+    with refused("weights.damaged", "average again"):
+        average_runs([str(tmp_path / name) for name in ("a", "b")], out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_greedy_soup_follows_the_papers_algorithm(runs: Path, tmp_path: Path) -> None:

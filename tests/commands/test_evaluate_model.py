@@ -21,7 +21,7 @@ from ranks import run_rank_command, run_two_ranks
 from recipe_texts import tiny_recipe_text
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from small_datasets import write_image_folder
+from small_datasets import write_image_folder, write_parquet
 
 from finetune.commands import evaluate
 from finetune.commands.compare import compare_models
@@ -29,6 +29,7 @@ from finetune.commands.evaluate import (
     evaluate_model,
     format_evaluation,
     warn_if_changed,
+    warn_of_training_images,
     write_evaluation,
 )
 from finetune.data.from_recipe import open_data
@@ -39,6 +40,7 @@ from finetune.inference import Classifier
 from finetune.model_checksums import with_checksums
 from finetune.models.build import build_model
 from finetune.recipe.load import load_recipe, parse_recipe
+from finetune.run.record import load_run_recipe
 from finetune.training.train import train
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.sample_rng import sample_keys
@@ -284,6 +286,15 @@ def test_leaks_that_the_run_has_recorded_are_named(finished_run, tmp_path, capsy
     output = capsys.readouterr().err
     assert leaks[0] in output
     assert leaks[1] not in output
+
+
+def test_streamed_images_are_not_compared_with_training_images(
+    finished_run, tmp_path, capsys
+) -> None:
+    run, path = finished_run[0], write_parquet(tmp_path / "test.parquet", [0, 1])
+    source = open_source(f"parquet:{path}", streaming=True)
+    assert warn_of_training_images(str(run), load_run_recipe(run), source, "test") == []
+    assert "copies of its training images in 'test' are not found" in capsys.readouterr().err
 
 
 def test_training_images_of_a_changed_folder_are_found(tmp_path, capsys) -> None:

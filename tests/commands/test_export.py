@@ -339,7 +339,7 @@ def test_unwritable_out_is_refused(fake_export: None, tmp_path: Path) -> None:
         export_model(NANO, preprocessing=False, out=str(tmp_path / "file" / "x.onnx"))
 
 
-@pytest.mark.parametrize("name", ["vit_nano.onnx", "vit_nano.onnx.json"])
+@pytest.mark.parametrize("name", ["vit_nano.onnx", "vit_nano.onnx.json", "vit_nano.onnx.data"])
 def test_file_that_is_not_an_export_is_not_overwritten(
     name: str, fake_export: None, tmp_path: Path
 ) -> None:
@@ -368,7 +368,11 @@ def test_failed_replace_removes_the_old_preprocessing(
 
 
 def test_external_weights_of_an_older_export_are_removed(fake_export: None, tmp_path: Path) -> None:
-    (tmp_path / "vit_nano.onnx.data").write_text("weights of another model")
+    names = ["vit_nano.onnx", "vit_nano.onnx.data"]
+    for name in names:
+        (tmp_path / name).write_text("weights of another model")
+    record = {"export": {"sha256": dict.fromkeys(names, "of an earlier export")}}
+    (tmp_path / "vit_nano.onnx.json").write_text(json.dumps(record))
     export_model(NANO, preprocessing=False, out=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["vit_nano.onnx", "vit_nano.onnx.json"]
 

@@ -76,6 +76,12 @@ def test_source_sheet_shows_images_by_class(tmp_path: Path) -> None:
     assert found_names == [*(names[n] for n in (0, 2, 3, 5, 6, 8, 9, 11)), "b/0", "b/1"]
 
 
+def test_a_sheet_does_not_replace_an_image_of_the_source(tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "d", {"a": 2, "b": 2})
+    with refused("recipe.conflict", "--sheet", "0.png"):
+        show_source(source, tmp_path / "d" / "a" / "0.png", option="--sheet")
+
+
 def test_source_sheet_skips_unreadable_images_and_limits_classes(tmp_path: Path) -> None:
     source = write_image_folder(tmp_path / "d", {f"{n:02}": 1 for n in range(30)})
     write_file(tmp_path / "d/00/0.png", b"no image")

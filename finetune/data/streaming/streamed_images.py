@@ -97,12 +97,12 @@ class StreamedImages:
         group_starts: (G+1,) the first row of each row group, then the total number of rows.
     """
 
-    origin = ""
     has_file_per_image = False
     is_streamed = True
 
     def __init__(self, shards: Sequence[ReadableShard], column: str) -> None:
         self._shards, self._column = list(shards), column
+        self.origin = "\n".join(shard.file.display_name for shard in self._shards)
         lengths = [shard.group_lengths() for shard in self._shards]
         # for each row group: its shard, and its index in the shard
         self._shard_groups = [(s, g) for s, each in enumerate(lengths) for g in range(len(each))]

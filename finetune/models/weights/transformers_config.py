@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from finetune.errors import WeightsError, did_you_mean
 from finetune.files import read_untrusted_json
 from finetune.hub.download import FileNotInRepoError, download_first, download_hub_file
+from finetune.log import warn_once
 from finetune.models.architectures.transformers_classifier import (
     ARCHITECTURE,
     classifier_types,
@@ -131,7 +132,15 @@ def resolve_classifier(
         )
     content = _read_json_mapping(paths["config.json"], name)
     path = paths.get(PROCESSOR_FILE)
-    processor = _read_json_mapping(path, name) if path is not None and path.is_file() else {}
+    if path is not None and path.is_file():
+        processor = _read_json_mapping(path, name)
+    else:
+        processor = {}
+        if pretrained:
+            warn_once(
+                f"{name}: no {PROCESSOR_FILE}, so images get the mean and std of ImageNet; for "
+                "others, set data.mean and data.std"
+            )
     return _parse_config(content, processor, provenance), weights, sha256
 
 

@@ -19,6 +19,7 @@ from finetune.commands.evaluate import check_split_name, warn_if_changed
 from finetune.data.decisions import split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.groups import group_indices
+from finetune.data.leakage import find_leakage
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
 from finetune.errors import CheckpointError, DataError, RecipeError, redact_urls
@@ -40,6 +41,7 @@ from finetune.evaluation.linear_probe import (
     probe_sgd,
 )
 from finetune.files import make_writable_folder, write_atomically
+from finetune.log import logger
 from finetune.model_checksums import json_sha256, weights_hashes
 from finetune.models.build import build_model
 from finetune.models.features import compute_pre_logits, token_feature_slices, token_features
@@ -135,6 +137,10 @@ def probe_model(
     if not include_val and knn is None and folds is None and not learning_curve:
         task = _limit_to_shots(task, max(shots), seeds)
     accelerator = create_accelerator(RunSection(precision="fp32", threads=task.threads))
+    if accelerator.is_main_process:
+        read = {name: task.source.splits[name] for name in ("train", task.split)}
+        for leak in find_leakage(replace(task.source, splits=read)):
+            logger.warning(leak)
     identity, features, columns = _extract_features(
         model, task, accelerator, include_val, linear_sgd
     )

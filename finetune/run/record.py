@@ -231,6 +231,7 @@ def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, An
         "data": splits,
         "weights": [*weights, network_without_dropout(record)],
         "teacher": [record.get("teacher", {}).get(key) for key in ("sha256", "config_sha256")],
+        "precision": record.get("precision"),  # of run.precision=auto, it depends on the machine
     }
 
 

@@ -26,6 +26,7 @@ from finetune.errors import (
 )
 from finetune.files import write_atomically
 from finetune.log import logger
+from finetune.models.batch_norm import unfrozen_batch_norm_layers
 from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command, whole_run
 from finetune.run.environment import collect_environment
@@ -189,7 +190,7 @@ def start_or_resume(
     if start_step:
         record["numerics_changed"] = [
             *record.get("numerics_changed", []),
-            *_warn_of_changed_numerics(record.get("numerics", {}), numerics),
+            *_warn_of_changed_numerics(setup, record.get("numerics", {}), numerics),
         ]
     record["numerics"] = numerics
     if teacher is not None:
@@ -269,16 +270,23 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _warn_of_changed_numerics(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _warn_of_changed_numerics(
+    setup: TrainingSetup, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> list[str]:
     """Log a warning about each result of `_numerics` that has changed. Returns: the changes."""
-    changes = [
-        f"{key} {old[key]} -> {value}"
+    changes = {
+        key: f"{key} {old[key]} -> {value}"
         for key, value in new.items()
         if key in old and old[key] != value
-    ]
+    }
     if changes:
-        logger.warning(f"results will differ in the last bits: {', '.join(changes)}")
-    return changes
+        effect = "in the last bits"
+        is_split_otherwise = {"data.micro_batch", "processes"} & changes.keys()
+        has_own_statistics = unfrozen_batch_norm_layers(setup.built.model)
+        if is_split_otherwise and has_own_statistics and not setup.recipe.model.sync_bn:
+            effect = "because batch norm gets its statistics from other numbers of images"
+        logger.warning(f"results will differ {effect}: {', '.join(changes.values())}")
+    return [*changes.values()]
 
 
 def _new_id() -> RunRecord:

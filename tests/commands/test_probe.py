@@ -202,6 +202,15 @@ def test_changed_images_of_the_run_are_said(tmp_path: Path, split: str) -> None:
     assert f"'{split}' have changed since the run" in line
 
 
+def test_test_images_that_are_training_images_are_named(model: str, tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "set", {f"{s}/{c}": 6 for s in SPLITS for c in "ab"})
+    shutil.copy(tmp_path / "set/train/a/0.png", tmp_path / "set/test/a/0.png")
+    lines = list[str]()
+    with logged(lines):
+        probe_model(model, data=source, shots=[1], seeds=1)
+    assert any("are copies of train images" in line for line in lines)
+
+
 def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_path: Path) -> None:
     counts = {f"{split}/{name}": 6 for split in ("train", "val", "test") for name in "ab"}
     source = write_image_folder(tmp_path / "set", counts)

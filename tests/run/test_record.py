@@ -205,5 +205,6 @@ def test_runs_with_other_readable_images_or_kept_classes_differ(split_seed: int 
     for change in (
         {"plan": {"images_read": 79, "val_images_read": 20}},
         {"kept_rows_sha256": "d"},
+        {"precision": "bf16"},
     ):
         assert training_identity(recipe, record | change) != identity

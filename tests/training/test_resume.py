@@ -113,6 +113,16 @@ def test_no_secret_is_recorded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_record(run)["numerics"]["variables"]["TIMM_TOKEN"] == "***"
 
 
+def test_other_micro_batches_change_batch_norm(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = ["model.name=test_resnet", "model.args={}", "model.image_size=32"]
+    start(run, make_setup(*network, "data.micro_batch=16"))
+    save(run, 2)
+    start(run, make_setup(*network, "data.micro_batch=4"), resume=True)
+    assert "because batch norm gets its statistics from other numbers of images" in caplog.text
+
+
 def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
     lines: list[str] = []
     with logged(lines):

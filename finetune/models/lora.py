@@ -236,13 +236,16 @@ def load_base_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({key: theirs.get(id(tensor), tensor) for key, tensor in own.items()})
 
 
-def save_adapter(folder: Path, model: nn.Module, *, base_model_name: str) -> None:
+def save_adapter(
+    folder: Path, model: nn.Module, *, base_model_name: str, revision: str | None = None
+) -> None:
     """Write an adapter and the classifier in peft's format, for `PeftModel.from_pretrained`.
 
     Args:
         folder: the folder to create.
         model: a network with an adapter, merged or not.
         base_model_name: name of the base model's weights, for `base_model_name_or_path`.
+        revision: commit of the base model on the Hub; None if it is not from there.
     """
     from peft import get_peft_model_state_dict
 
@@ -250,7 +253,7 @@ def save_adapter(folder: Path, model: nn.Module, *, base_model_name: str) -> Non
     peft_config: Mapping[str, LoraConfig] = model.peft_config  # type: ignore[assignment]
     config = copy.copy(peft_config["default"])
     config.base_model_name_or_path, config.modules_to_save = base_model_name, heads
-    config.inference_mode = True
+    config.revision, config.inference_mode = revision, True
     own = model.state_dict()
     tensors = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     tensors |= {key: own[key] for key in own if key.startswith(tuple(f"{h}." for h in heads))}

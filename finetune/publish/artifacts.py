@@ -40,7 +40,7 @@ __all__ = [
     "EXPORT_FILES",
     "PUBLISHED_ADAPTER_FILES",
     "PUBLISHED_FILES",
-    "base_model_name",
+    "base_model",
     "publishable_recipe",
     "read_certificate",
     "rewrite_artifacts",
@@ -199,11 +199,15 @@ def _describe_exportable(
     }
 
 
-def base_model_name(run: RunDir) -> str:
-    """Return the Hub repository of a run's pretrained weights, else `model.name` of the recipe."""
+def base_model(run: RunDir) -> tuple[str, str | None]:
+    """Return the repository and commit of a run's pretrained weights.
+
+    If they are not from the Hub, it returns `model.name` of the recipe, and None.
+    """
     weights = read_record(run).get("plan", {}).get("weights", {})
-    name = read_recipe(run).model.name
-    return str(weights.get("repository") or drop_folders(name))
+    if repository := weights.get("repository"):
+        return str(repository), weights.get("revision")
+    return drop_folders(read_recipe(run).model.name), None
 
 
 def rewrite_artifacts(

@@ -25,7 +25,7 @@ from finetune.model_checksums import read_checksums
 from finetune.models.lora import save_adapter
 from finetune.models.save import save_model
 from finetune.precision import autocast_dtype
-from finetune.publish.artifacts import base_model_name, rewrite_artifacts, write_artifacts
+from finetune.publish.artifacts import base_model, rewrite_artifacts, write_artifacts
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
@@ -272,8 +272,9 @@ def _write_model_folder(
 
     def write(folder: Path) -> None:
         if trainer.recipe.model.adapter is not None:
+            name, revision = base_model(run)
             save_adapter(
-                folder / "adapter", trainer.eval_model(), base_model_name=base_model_name(run)
+                folder / "adapter", trainer.eval_model(), base_model_name=name, revision=revision
             )
         save_trained_model(folder, setup, weights, results, validation_scores)
         results["model_sha256"] = read_checksums(folder, source=str(run.path))["model.safetensors"]

@@ -98,14 +98,15 @@ def test_merged_unmerged_and_peft_models_give_the_same_logits(
         preprocessing=built.preprocessing,
         temperature=1.0,
     )
-    save_adapter(tmp_path / "adapter", model, base_model_name="owner/name")
+    save_adapter(tmp_path / "adapter", model, base_model_name="owner/name", revision="abc")
     assert_close(compute_logits(model), expected)
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert_close(compute_logits(merged), expected)
     from peft import PeftModel
 
     peft_model = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    assert peft_model.peft_config["default"].base_model_name_or_path == "owner/name"
+    config = peft_model.peft_config["default"]
+    assert (config.base_model_name_or_path, config.revision) == ("owner/name", "abc")
     assert_close(compute_logits(peft_model), expected)
     peft_model.unload()
     changed = [key for key, value in base_before.items() if not torch.equal(state[key], value)]

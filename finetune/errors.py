@@ -47,9 +47,11 @@ _TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----"
     r"(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----)?"
 )
-# An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash.
+# An apostrophe may be part of a URL, or quote it. Secret keys of S3 often contain a slash; what
+# follows a colon may also be a port.
 _URL_USER_INFO = re.compile(
     r"(?<=://)(?!\*\*\*@)[^/?\s\"<>]+(?=@)|(?<=s3://)[^/\s\"<>@:]+:[^\s\"<>@]+(?=@)"
+    r"|(?<=://)[^/\s\"<>@:]+:(?!\d+[/?])[^\s\"<>@]+(?=@)"
 )
 # the query, or parameters after ; or #, without punctuation of the sentence around the URL
 _URL_QUERY = re.compile(r"(\w://[^?\s\"<>]*?)(?:\?|[;#](?=[\w.-]*=))[^\s\"<>]*[^\s'\"<>:;,.)\]}]")
@@ -61,7 +63,7 @@ _MISTYPED_USER_INFO = re.compile(
 # not a placeholder or an expression that reads it
 _SECRET_OPTION = re.compile(
     r"(?i)(\b[\w.-]*(?:token|secret|passw|(?:api|access|account)_?key)[\w.-]*="
-    r"|[?&;](?:x-(?:amz|goog)-)?sig(?:nature)?=|\bbearer +)"
+    r"|(?:[?&;]|\\u0026)(?:x-(?:amz|goog)-)?sig(?:nature)?=|\bbearer +)"
     r"(?!\*\*\*|<[\w -]+>|\{+ *[\w.]+ *\}|(?-i:\$\{?[A-Z_]+\b)|os\.(?:environ|getenv)\b"
     r"|get_token\()"
     r"[^\s'\"]{7,}[^\s'\":;,.)\]}]"

@@ -41,7 +41,7 @@ _download_option = click.option(
 _on_option = click.option(
     "--on",
     type=click.Choice(["ray"]),
-    help="Train the trials of a search at the same time, on all GPUs of a Ray cluster.",
+    help="Train several trials at the same time with Ray, one on each GPU of the cluster.",
 )
 
 
@@ -103,9 +103,12 @@ def train(
             on_ray=on == "ray",
         )
     if on:
+        search_command = f"finetune train {recipe} --minutes N --on {on}"
+        if not is_data_source(recipe):
+            search_command = f"finetune tune {recipe} --minutes N --on {on}"
         raise RecipeError(
-            f"--on {on}: only a search has several trials to train; add --minutes N, or train on "
-            "several GPUs with accelerate launch",
+            f"--on {on}: trains the trials of a search, but this is one run; search with "
+            f"{search_command}, or train on several GPUs with accelerate launch",
             code="recipe.conflict",
         )
     if (folder / ".lock").is_file() and not (folder / "recipe.yaml").is_file():

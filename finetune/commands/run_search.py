@@ -1,9 +1,9 @@
 """The loop of a search: trains trials as `successive_halving.py` decides, and records each step.
 
 `tune.json` records every decision before it is carried out, with all measurements that it rests on.
-A search that was killed reads it, and continues in the middle of a run.
+A killed search reads it and resumes the interrupted run.
 
-Optuna's pruners would not be shorter: a trial that they have pruned cannot continue.
+Optuna does not fit: a trial that it has pruned cannot continue.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from finetune.run.schema import RunRecord
 from finetune.training.train import train
 
 __all__ = [
-    "DATA",
-    "SAVE_SECONDS",
-    "SHARD_TIMES",
+    "DATA_INPUT",
+    "SAVE_INTERVAL_SECONDS",
+    "SHARD_TIMES_INPUT",
     "TRIAL_OVERRIDES",
     "Progress",
     "SearchSession",
@@ -66,9 +66,9 @@ TRIAL_OVERRIDES = (
     *("run.push_to=null", "run.push_private=false", "run.trackers=[]"),
     "run.keep_checkpoints=1",
 )
-DATA, SHARD_TIMES = "images or labels", "times of the shards"  # names of inputs
+DATA_INPUT, SHARD_TIMES_INPUT = "images or labels", "times of the shards"  # names of inputs
 _READABLE = "the readable images with data.split_seed="
-SAVE_SECONDS = 1.0  # between two records of the time used
+SAVE_INTERVAL_SECONDS = 1.0  # between two records of the time used
 _TYPICAL_START_SECONDS = 20.0  # of a run, before its first step
 
 
@@ -110,7 +110,7 @@ def data_sha256(whole_fingerprints: Mapping[str, str], classes: str | None) -> s
 def read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     """Return a hash of everything that a run was trained on, by its name for users."""
     classes = record["split_fingerprints"].get("classes")
-    inputs = {DATA: data_sha256(record["whole_fingerprints"], classes)}
+    inputs = {DATA_INPUT: data_sha256(record["whole_fingerprints"], classes)}
     weights = {key: record["plan"]["weights"].get(key) for key in ("sha256", "config_sha256")}
     inputs[f"the pretrained weights {recipe.model.name}"] = json_sha256(weights)
     if recipe.distill and (teacher := record.get("teacher")):
@@ -120,7 +120,7 @@ def read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     readable = [record["plan"].get(key) for key in ("images_read", "val_images_read")]
     inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(readable)
     if times := record.get("shard_times"):
-        inputs[SHARD_TIMES] = json_sha256(times)
+        inputs[SHARD_TIMES_INPUT] = json_sha256(times)
     return inputs
 
 
@@ -153,21 +153,14 @@ def run_search(
         )
         try:
             session.save()
-            if on_ray:
-                from finetune.commands.ray_trials import train_on_ray
-
-                train_on_ray(session)
-            for interrupted in search.decisions:
-                if not interrupted.done:
-                    session.execute(interrupted, is_resumed=True)
-            while not search.chosen and (decision := session.next_decision()) is not None:
-                session.execute(decision)
+            if not search.chosen:
+                session.train_all(on_ray=on_ray)
         except (Interrupted, KeyboardInterrupt) as error:
             session.save()
             used = format_duration(search.used_seconds)
             raise Interrupted(
                 f"{folder}: the search was stopped after {used} of {search.minutes:g} min; "
-                f"continue: {resume_command(folder)}",
+                f"continue: {resume_command(folder)}{' --on ray' * on_ray}",
                 getattr(error, "signal_number", signal.SIGINT),
             ) from None
         chosen = search[search.chosen] if search.chosen else best_trial(search)
@@ -199,13 +192,17 @@ def remove_weights(folder: Path) -> None:
 
 @dataclass
 class SearchSession:
-    """The part of a search in one process; see `run_search` for its fields."""
+    """State of a search in this process: its clock, tune.json, and the errors of failed trials.
+
+    See `run_search` for the fields.
+    """
 
     search: Search
     run: RunDir
     source_overrides: Sequence[str]
     clock: Callable[[], float]
     train_until: TrainUntil
+    writes_record: bool = True  # False for a worker, which trains one trial for another process
     errors: list[Exception] = field(default_factory=list)  # of trials that failed
     warnings: set[str] = field(default_factory=set)  # that were logged
 
@@ -215,6 +212,8 @@ class SearchSession:
     def save(self) -> None:
         """Write tune.json, with the time used so far."""
         self.update_time()
+        if not self.writes_record:
+            return
         content = asdict(self.search)
         self.run.write_json(SEARCH_FILE, {**content, "checksum": json_sha256(content)})
 
@@ -237,18 +236,36 @@ class SearchSession:
         self.save()
         return decision
 
+    def train_all(self, *, on_ray: bool) -> None:
+        """Carry out what another process has left, then what is decided until the time is used."""
+        if on_ray:
+            from finetune.commands.ray_trials import train_on_ray
+
+            train_on_ray(self)
+            return
+        for left in [decision for decision in self.search.decisions if not decision.done]:
+            self.execute(left, is_resumed=not left.on_ray)
+        while (decision := self.next_decision()) is not None:
+            self.execute(decision)
+
     def execute(self, decision: Decision, *, is_resumed: bool = False) -> None:
         """Train a trial as decided, and record what was measured; see `train_trial`."""
         self.log_progress(decision)
         self.train_trial(decision, is_resumed=is_resumed)
-        decision.done = True
-        self.save()
+        self._end(decision)
 
-    def finish(self, decision: Decision, trial: Trial, errors: Sequence[Exception]) -> None:
+    def record_result(self, decision: Decision, trial: Trial, errors: Sequence[Exception]) -> None:
         """Record a trial that another process has trained as decided."""
         self._check_same_inputs(trial, trial.inputs)
-        self.search.trials[self.search.trials.index(self.search[trial.name])] = trial
+        names = [each.name for each in self.search.trials]
+        self.search.trials[names.index(trial.name)] = trial
         self.errors += errors
+        self._end(decision)
+
+    def _end(self, decision: Decision) -> None:
+        trial = self.search[decision.trial]
+        if trial.end_reason.startswith("failed"):
+            logger.warning(f"{trial.name} {trial.end_reason}")
         decision.done = True
         self.save()
 
@@ -257,10 +274,13 @@ class SearchSession:
 
         Args:
             decision: the decision.
-            is_resumed: True if another process was killed while it carried it out.
+            is_resumed: True if another process was killed while it carried it out. Its time counts,
+                the start of this process does not.
         """
+        self.update_time()
         search, trial = self.search, self.search[decision.trial]
         first_step, saved_seconds = trial.step, search.used_seconds
+        started = decision.used_seconds if is_resumed else search.used_seconds
         times: list[tuple[int, float]] = []  # step and time used, at each evaluation
 
         def pause(step: int, num_steps: int) -> bool:
@@ -272,14 +292,14 @@ class SearchSession:
                 self.clock_at_start = self.clock() - used_seconds
             self.update_time()
             times.append((step, search.used_seconds))
-            if search.used_seconds >= saved_seconds + SAVE_SECONDS:
+            if search.used_seconds >= saved_seconds + SAVE_INTERVAL_SECONDS:
                 trial.last_step, saved_seconds = step, search.used_seconds
                 self.save()
             if step >= decision.until * num_steps:
                 return True
             step_seconds = _step_seconds(times) or trial.step_seconds
             if not step_seconds:  # the first evaluation, after the start of the run
-                seconds = search.used_seconds - decision.used_seconds - _TYPICAL_START_SECONDS
+                seconds = search.used_seconds - started - _TYPICAL_START_SECONDS
                 step_seconds = max(0.0, seconds / step)
             rest = (num_steps - step) * step_seconds
             return not (decision.must_finish or fits_in_time(search, trial, rest, is_running=True))
@@ -294,7 +314,6 @@ class SearchSession:
                 raise
             self.errors.append(error)
             trial.end_reason = f"failed: {str(error).splitlines()[0]}"
-            logger.warning(f"{trial.name} {trial.end_reason}")
         else:
             self._check_same_inputs(trial, reached.inputs)
             trial.inputs = reached.inputs
@@ -304,7 +323,7 @@ class SearchSession:
                 measured = _step_seconds(times) or trial.step_seconds
                 trial.step_seconds = measured or reached.train_seconds / trial.step
         self.update_time()
-        seconds = search.used_seconds - decision.used_seconds
+        seconds = search.used_seconds - started
         trial.seconds += seconds
         if not first_step:
             trial.start_seconds = max(0.0, seconds - trial.step * trial.step_seconds)
@@ -314,13 +333,13 @@ class SearchSession:
         earlier = [(f"trial {other.name}", other.inputs) for other in self.search.trials]
         for what, recorded in [("the start of the search", self.search.inputs), *earlier]:
             changed = [name for name in inputs if recorded.get(name, inputs[name]) != inputs[name]]
-            if changed == [SHARD_TIMES]:
+            if changed == [SHARD_TIMES_INPUT]:
                 warn_once(
                     f"{self.search.source}: shards were written or copied after {what}; their "
                     "images were not compared"
                 )
             elif changed:
-                is_data = changed[0].startswith((DATA, _READABLE))
+                is_data = changed[0].startswith((DATA_INPUT, _READABLE))
                 raise (DataError if is_data else WeightsError)(
                     f"{self.search.source}: {changed[0]} have changed since {what}, so "
                     f"{trial.name} cannot be compared with it; restore them, remove "

@@ -119,6 +119,7 @@ class Decision:
     reason: str
     used_seconds: float  # before it
     must_finish: bool = False  # True to finish the trial even if the time is over
+    on_ray: bool = False  # True if a Ray cluster carries it out, see `ray_trials.py`
     done: bool = False  # True once it is carried out
 
 
@@ -153,7 +154,7 @@ class Search:
         return [trial for trial in self.candidates if trial.is_finished]
 
     @property
-    def running(self) -> list[str]:
+    def running_names(self) -> list[str]:
         """Names of the trials that are being trained: several at the same time with `--on ray`."""
         return [decision.trial for decision in self.decisions if not decision.done]
 
@@ -171,10 +172,11 @@ class Search:
 
 
 def decide(search: Search) -> Decision | None:
-    """Return what to train next; None if nothing that may still win fits into the time left.
+    """Return what to train next.
 
-    Trials that are clearly worse than the best one are ended before. Those that are being trained
-    are left as they are. In this order:
+    None if nothing fits into the time left, or if the results of running trials decide. First, it
+    ends the trials that are clearly worse than the best one, except running ones. Then, it takes
+    the first case that applies:
 
     1. the first configuration, to its end; of `finetune train SOURCE`, with as many epochs as fit;
     2. a paused run in the better half of those that came as far;
@@ -184,16 +186,16 @@ def decide(search: Search) -> Decision | None:
     6. the most promising configuration to its end, with as many epochs as fit;
     7. if nothing has finished, the trial that takes least time, although the time will be over.
     """
-    running, first = search.running, search.trials[0]
-    waiting = [trial for trial in search.candidates if trial.name not in running]
-    for trial in waiting:
+    running_names, first = search.running_names, search.trials[0]
+    not_running = [trial for trial in search.candidates if trial.name not in running_names]
+    for trial in not_running:
         _prune_if_worse(search, trial)
     whole_seconds = estimate_remaining_seconds(search, first) + estimate_final_seconds(
         search, first
     )
-    if first in waiting and not first.curve and whole_seconds > search.remaining_seconds:
+    if first in not_running and not first.curve and whole_seconds > search.remaining_seconds:
         _shorten(search, first)
-    active = [trial for trial in waiting if not trial.end_reason and not trial.is_finished]
+    active = [trial for trial in not_running if not trial.end_reason and not trial.is_finished]
     in_time = [trial for trial in active if _can_finish(search, trial)]
     if first in in_time:
         return Decision(first.name, 1.0, "the recipe of finetune train", search.used_seconds)
@@ -204,7 +206,7 @@ def decide(search: Search) -> Decision | None:
         is_whole = following.repeat_of or is_short or reason == _SHORTENED
         until = 1.0 if is_whole else next_rung
         return Decision(following.name, until, reason, search.used_seconds)
-    if running:  # what they measure decides
+    if running_names:  # wait for their results
         return None
     if active and not search.finished:
         fastest = min(active, key=lambda trial: estimate_remaining_seconds(search, trial))
@@ -352,8 +354,8 @@ def _repetition(search: Search) -> Trial | None:
     if number >= _MAX_SPLITS or cost > search.remaining_seconds:
         return None
     if unfinished:
-        can_continue = not unfinished[0].end_reason and unfinished[0].name not in search.running
-        return unfinished[0] if can_continue else None
+        waits = unfinished[0].end_reason or unfinished[0].name in search.running_names
+        return None if waits else unfinished[0]
     search.trials.append(_resplit(missing[0], number))
     return search.trials[-1]
 

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from finetune.commands.estimate import TRIAL_SECONDS, measure_recipe
 from finetune.commands.portfolio import build_trials
 from finetune.commands.run_search import (
-    DATA,
-    SHARD_TIMES,
+    DATA_INPUT,
+    SHARD_TIMES_INPUT,
     TRIAL_OVERRIDES,
     data_sha256,
     read_inputs,
@@ -32,15 +32,9 @@ from finetune.commands.run_search import (
 )
 from finetune.commands.search_space import draw_trials
 from finetune.commands.start import StartResult, open_new_run, start, write_start_files
-from finetune.commands.successive_halving import (
-    Search,
-)
+from finetune.commands.successive_halving import Search
 from finetune.data.from_recipe import open_full_data
-from finetune.errors import (
-    CheckpointError,
-    RecipeError,
-    redact_urls,
-)
+from finetune.errors import CheckpointError, RecipeError, redact_urls
 from finetune.formatting import format_duration, pluralize
 from finetune.log import logger, only_warnings
 from finetune.model_checksums import json_sha256
@@ -139,7 +133,9 @@ def tune_recipe(
             can_resplit=not has_val,
             trials=draw_trials(recipe, measured),
             space=recipe.tune,
-            inputs={DATA: data_sha256(source.whole_fingerprints(), source.classes_fingerprint)},
+            inputs={
+                DATA_INPUT: data_sha256(source.whole_fingerprints(), source.classes_fingerprint)
+            },
         )
         search.used_seconds = time.perf_counter() - started
         _check_time(search)
@@ -252,7 +248,7 @@ def _check_trial_folders(search: Search, out: Path) -> None:
             changed -= set(LOCATION_KEYS)
             inputs = read_inputs(recipe, record)
             changed |= {name for name in inputs if inputs[name] != trial.inputs.get(name)}
-            changed -= {SHARD_TIMES}  # they are newer in the folder after a kill
+            changed -= {SHARD_TIMES_INPUT}  # they are newer in the folder after a kill
             problem = f"differs from {SEARCH_FILE} ({', '.join(sorted(changed))})" * bool(changed)
         if problem:
             raise CheckpointError(
@@ -281,7 +277,7 @@ def _make_search(
         trials=build_trials(created, max_seconds=60 * minutes / 2),
         used_seconds=used_seconds,
         inputs={
-            DATA: data_sha256(
+            DATA_INPUT: data_sha256(
                 builder.source.whole_fingerprints(), builder.source.classes_fingerprint
             )
         },

@@ -76,15 +76,15 @@ def thread_map(
     """Apply an I/O-bound function to tasks in threads; yield the results in task order.
 
     Tasks are consumed lazily, so that few results wait in memory. A stop signal ends the iteration
-    immediately, even if a server hangs.
+    within a second, even if a server hangs.
     """
     pool = DaemonThreadPool(num_threads, "read")
     try:
         submitted = (pool.submit(functools.partial(fn, task)) for task in tasks)
         futures = deque(itertools.islice(submitted, 2 * num_threads))
         while futures:
-            # CPython misses a signal that arrives just before a wait without timeout begins.
             future = futures.popleft()
+            # a signal just before a wait without timeout would be handled only after it
             while not future.done():
                 wait([future], _SIGNAL_POLL_SECONDS)
             result = future.result()

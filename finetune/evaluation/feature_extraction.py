@@ -166,7 +166,7 @@ def load_or_compute_features(
         key = _cache_key(split, identity, pipeline, data_config, accelerator, extract)
         if key is not None:
             values = read_cached_features(folder, key, num_images=len(split))
-            if values is not None and not _lacks_same_images(split, values, data_config.unreadable):
+            if values is not None and not _still_unreadable(split, values, data_config.unreadable):
                 remove_cached_features(folder, key)
                 values = None
     flag = torch.tensor([int(values is not None)], device=accelerator.device)
@@ -213,7 +213,7 @@ def _cache_key(
         "decoder": decoder_versions(),
         "decode_size": split.decode_size,
         "unreadable": section.unreadable,
-        "interpolation": pipeline.used_interpolation,  # may not be the published one
+        "interpolation": pipeline.effective_default_interpolation,
     }
     compute = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
     dependencies = {**identity, **data, **compute, "format": FORMAT_VERSION}
@@ -222,10 +222,12 @@ def _cache_key(
     return json_sha256(dependencies)
 
 
-def _lacks_same_images(split: Split, values_ND: NDArray[np.float32], unreadable: str) -> bool:
-    """Return True if the images without features are still unreadable, after a warning.
+def _still_unreadable(split: Split, values_ND: NDArray[np.float32], unreadable: str) -> bool:
+    """Decode the images without features again; return True if none can be read, after a warning.
 
-    Otherwise a temporary disk error would leave out its image in every later run.
+    So a temporary disk error does not exclude an image from later runs.
+
+    Raises: DataError if an image has changed.
     """
     failed = list[tuple[int, str]]()
     for index in np.flatnonzero(np.isnan(values_ND[:, 0])).tolist():

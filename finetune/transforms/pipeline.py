@@ -124,10 +124,13 @@ class Pipeline:
         check_output_size(calls, self.image_size, transform_spec)
 
     @property
-    def used_interpolation(self) -> str | None:
-        """The default filter; None if each resize of the spec names its own."""
-        filters = [call.arguments.get("interpolation", "none") for call in self._calls]
-        return self.interpolation if None in filters else None
+    def effective_default_interpolation(self) -> str | None:
+        """The default filter; None if the spec sets the filter of every resize."""
+        is_used = any(
+            "interpolation" in call.arguments and call.arguments["interpolation"] is None
+            for call in self._calls
+        )
+        return self.interpolation if is_used else None
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from refusals import refused
 
 from finetune.cli import main as cli
 from finetune.commands import ray_trials, tune
-from finetune.commands.ray_trials import find_resources
+from finetune.commands.ray_trials import resources_per_trial
 from finetune.commands.successive_halving import Decision, Search, Trial, decide
 from finetune.commands.tune import read_search
 
@@ -28,18 +28,22 @@ from finetune.commands.tune import read_search
         ([{"CPU": 8}], {"num_cpus": 8}, 1),
         ([{"CPU": 8}, {"CPU": 4}, {}], {"num_cpus": 4}, 3),
         ([{"CPU": 16, "GPU": 4}, {"CPU": 4}], {"num_gpus": 1, "num_cpus": 4}, 4),
-        ([{"CPU": 2, "GPU": 8}, {"CPU": 64, "GPU": 8}], {"num_gpus": 1, "num_cpus": 1}, 16),
+        (
+            [{"CPU": 2, "GPU": 8}, {"CPU": 64, "GPU": 8}, {"GPU": 8}],
+            {"num_gpus": 1, "num_cpus": 1},
+            10,
+        ),
     ],
 )
 def test_resources_of_a_trial(
     machines: list[dict[str, float]], resources: dict[str, int], num_trials: int
 ) -> None:
-    assert find_resources(machines) == (resources, num_trials)
+    assert resources_per_trial(machines) == (resources, num_trials)
 
 
 def test_a_cluster_without_cores_is_refused() -> None:
-    with refused("setup.no_cluster", "--num-cpus"):
-        find_resources([{"memory": 1.0}])
+    with refused("setup.no_resources", "--num-cpus"):
+        resources_per_trial([{"memory": 1.0}])
 
 
 def make_search(names: str, *, minutes: float = 10) -> Search:
@@ -78,7 +82,7 @@ def tuned(no_plots: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     """The arguments of a search over three configurations of a tiny network, two at a time."""
     pytest.importorskip("ray")
     monkeypatch.setattr(tune, "TRIAL_SECONDS", 0.1)
-    monkeypatch.setattr(ray_trials, "find_resources", lambda _: ({"num_cpus": 0}, 2))
+    monkeypatch.setattr(ray_trials, "resources_per_trial", lambda _: ({"num_cpus": 0}, 2))
     path = tmp_path / "digits.yaml"
     data = "eval: resize, batch_size: 32, num_train: 120, num_test: 30, val_fraction: 0.2"
     optim, run = "lr: 1e-3, steps: 6", "precision: fp32, eval_every: 3"
@@ -101,8 +105,9 @@ class TestSearch:
         assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
 
     @pytest.mark.faults
-    def test_a_trial_continues_if_its_worker_is_killed(
-        self, tuned: list[str], tmp_path: Path
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_a_trial_continues_if_its_worker_is_lost(
+        self, number: signal.Signals, tuned: list[str], tmp_path: Path
     ) -> None:
         killed: list[int] = []
 
@@ -116,7 +121,7 @@ class TestSearch:
                         if "ray::_train_trial" in process_command(each)
                     ]
                     for worker in workers:
-                        os.kill(worker, signal.SIGKILL)
+                        os.kill(worker, number)
                     killed.extend(workers)
 
         thread = threading.Thread(target=kill_a_worker, daemon=True)

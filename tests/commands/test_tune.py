@@ -849,6 +849,19 @@ class TestTuneRecipe:
         assert set(recipe.tune) == {"optim.momentum", "data.batch_size"}
 
 
+def test_trials_that_a_ray_cluster_has_left_are_continued(tmp_path: Path) -> None:
+    """Each counts its own time, not that of the others."""
+    search = make_search("start a")
+    search.used_seconds = 50.0
+    search.decisions = [
+        Decision("start", 1.0, "", 0.0, on_ray=True),
+        Decision("a", 0.25, "", 0.0, on_ray=True),
+    ]
+    Machine(accuracies={"start": 0.9, "a": 0.1}).run(search, tmp_path)
+    assert [trial.start_seconds for trial in search.trials] == pytest.approx([2.0, 2.0])
+    assert [trial.seconds for trial in search.trials] == pytest.approx([102.0, 32.0])
+
+
 class TestMessages:
     @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
     def test_no_time(self, photos: Path, minutes: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,12 +312,15 @@ class SearchSession:
         except (DivergedError, RecipeError, WeightsError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
+            if first_step and isinstance(error, (RecipeError, WeightsError)):
+                raise  # it could start, so something else has changed since
             self.errors.append(error)
             trial.end_reason = f"failed: {str(error).splitlines()[0]}"
         else:
             self._check_same_inputs(trial, reached.inputs)
             trial.inputs = reached.inputs
-            trial.curve, trial.num_steps = reached.curve, reached.num_steps
+            trial.curve += [point for point in reached.curve if point.step > first_step]
+            trial.num_steps = reached.num_steps
             trial.num_images, trial.last_step = reached.num_images, trial.step
             if trial.step > first_step:
                 measured = _step_seconds(times) or trial.step_seconds

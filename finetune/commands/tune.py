@@ -34,7 +34,7 @@ from finetune.commands.search_space import draw_trials
 from finetune.commands.start import StartResult, open_new_run, start, write_start_files
 from finetune.commands.successive_halving import Search
 from finetune.data.from_recipe import open_full_data
-from finetune.errors import CheckpointError, RecipeError, redact_urls
+from finetune.errors import CheckpointError, RecipeError, SetupError, redact_urls
 from finetune.formatting import format_duration, pluralize
 from finetune.log import logger, only_warnings
 from finetune.model_checksums import json_sha256
@@ -197,6 +197,12 @@ def _open_search(
         if there is a run, and it shall not be continued.
     """
     if not resume or not (out / SEARCH_FILE).is_file():
+        if (out / "trials").exists() and not (out / SEARCH_FILE).exists():
+            raise SetupError(
+                f"{out}: contains the trials of a search, but no {SEARCH_FILE}; restore it from a "
+                "copy, or search in another --out",
+                code="setup.run_exists",
+            )
         if out.exists():
             with open_new_run(out):  # fail now, not after minutes of trials
                 pass
@@ -246,6 +252,8 @@ def _check_trial_folders(search: Search, out: Path) -> None:
             recipe = parse_recipe(trial.recipe, name=trial.name, overrides=TRIAL_OVERRIDES)
             changed = set(changed_training_keys(record.get("training_keys", {}), recipe))
             changed -= set(LOCATION_KEYS)
+            if recipe.model.head_init is None:  # the run has recorded what it has chosen
+                changed.discard("model.head_init")
             inputs = read_inputs(recipe, record)
             changed |= {name for name in inputs if inputs[name] != trial.inputs.get(name)}
             changed -= {SHARD_TIMES_INPUT}  # they are newer in the folder after a kill

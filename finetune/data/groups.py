@@ -17,19 +17,23 @@ from finetune.log import warn_once
 
 __all__ = ["group_indices", "groups_from_names"]
 
+_TAR_SHARD = re.compile(r"\A\S+\.tar ")  # in `Split.name_of`, before the name of the member
+
 
 def groups_from_names(source: Source, pattern: str) -> Source:
     """Find the group of each image in its name.
 
     Args:
-        pattern: regular expression with one group, searched anywhere in the name.
+        pattern: regular expression with one group, searched anywhere in the name; in a tar shard,
+            in the name of the member.
     Returns: the source whose splits have `groups`. Logs a warning if some names do not match; these
         images stay single.
     Raises: DataError if no name matches.
     """
     regex, splits = re.compile(pattern), {}
     for name, split in source.splits.items():
-        matches = (regex.search(split.name_of(index)) for index in range(len(split)))
+        names = (split.name_of(index) for index in range(len(split)))
+        matches = (regex.search(_TAR_SHARD.sub("", each)) for each in names)
         groups = [(match[1] if match else None) or "" for match in matches]
         splits[name] = dataclasses.replace(split, groups=np.array(groups, dtype=object))
     unmatched = [

@@ -38,7 +38,7 @@ from finetune.commands.start import Choice, RecipeBuilder, StartResult
 from finetune.commands.successive_halving import Decision, Point, Search, Trial, best_trial, decide
 from finetune.commands.tune import read_search
 from finetune.commands.weight_selection import Candidate, Score
-from finetune.errors import DivergedError, Interrupted
+from finetune.errors import DivergedError, Interrupted, WeightsError
 from finetune.recipe.load import load_recipe, parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
@@ -847,6 +847,30 @@ class TestTuneRecipe:
         assert (out, options["minutes"], options["resume"]) == (Path("runs/digits"), 5, False)
         assert recipe.optim.lr == 0.1
         assert set(recipe.tune) == {"optim.momentum", "data.batch_size"}
+
+
+def test_what_was_measured_of_a_paused_trial_is_kept(tmp_path: Path) -> None:
+    """Its folder may be edited, or its weights replaced, before it continues."""
+    machine = Machine(accuracies={"a": 0.9}, kill_at=145.0)
+    with pytest.raises(Killed):
+        machine.run(make_search("start a"), tmp_path)
+    search = read_search(tmp_path)
+    paused = [*search["a"].curve]
+    assert paused
+    error = WeightsError("base: these weights have another sha256; restore them")
+    broken = Machine(fail={"a": error}, now=145.0)
+    with refused("weights", "restore them"):
+        broken.run(search, tmp_path)
+    search = read_search(tmp_path)
+    assert search["a"].end_reason == ""
+    Machine(accuracies={"a": 0.2}, now=145.0).run(search, tmp_path)
+    assert search["a"].curve[: len(paused)] == paused
+
+
+def test_trials_without_their_search_are_not_continued(tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "run" / "trials").mkdir(parents=True)
+    with refused("setup.run_exists", "tune.json"):
+        tune.tune_source(str(photos), tmp_path / "run", minutes=20)
 
 
 def test_trials_that_a_ray_cluster_has_left_are_continued(tmp_path: Path) -> None:

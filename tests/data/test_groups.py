@@ -16,6 +16,7 @@ from small_datasets import (
     write_image_folder,
     write_parquet,
 )
+from tar_shards import tar_bytes
 
 from finetune.data.leakage import find_leakage
 from finetune.data.open_source import open_source
@@ -95,6 +96,20 @@ def test_groups_of_multilabel_images_stay_together(tmp_path: Path) -> None:
     assert not {*split["train"].groups} & {*split["val"].groups}
     assert 0.1 < len(split["val"]) / 60 < 0.3
     assert min(split["val"].labels.sum(axis=0)) > 0
+
+
+def test_the_number_of_a_tar_shard_is_no_group(tmp_path: Path) -> None:
+    members = [
+        (f"patient{patient}_{index}.{suffix}", content)
+        for patient in (3, 5)
+        for index in range(2)
+        for suffix, content in (("cls", str(index).encode()), ("png", random_png(patient + index)))
+    ]
+    write_file(tmp_path / "set-0000.tar", tar_bytes(members))
+    source = open_source(f"tar:{tmp_path}/set-0000.tar", group=r"(\d+)")
+    groups = source.splits["train"].groups
+    assert groups is not None
+    assert groups.tolist() == ["3", "3", "5", "5"]
 
 
 def test_warns_of_groups_in_train_and_test(tmp_path: Path) -> None:

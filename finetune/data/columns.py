@@ -157,10 +157,11 @@ def _find_column(
                 "in case; set the key to one of them",
                 code="data.ambiguous",
             )
-    if recipe_key == "label_column" and (others := sorted({*candidates[1:]} - {first})):
+    if others := sorted({*candidates[1:]} - {first}):
+        content = "labels" if recipe_key == "label_column" else "images"
         warn_once(
-            f"the column {first!r} gives the labels, not {' or '.join(map(repr, others))}; "
-            f"set data.label_column={first} if this is right"
+            f"the column {first!r} gives the {content}, not {' or '.join(map(repr, others))}; "
+            f"set data.{recipe_key}={first} if this is right"
         )
     return first
 

@@ -51,6 +51,12 @@ def encode_labels(
     if names is None:
         return _encode_by_sorted_value(arrays, row_numbers)
     for split, array in list(arrays.items()):
+        if array.dtype.kind != "i":
+            raise DataError(
+                f"split '{split}': the labels are text, but the metadata declares class names, "
+                "which need whole numbers; write the table again",
+                code="data.wrong_labels",
+            )
         if split != "train" and array.dtype.kind == "i" and (array == -1).all():
             warn_once(f"split '{split}' is ignored: its labels are withheld (all are -1)")
             del arrays[split]
@@ -136,7 +142,7 @@ def check_distinct_class_names(names: Iterable[str], location: str) -> None:
     seen: dict[str, str] = {}
     for name in names:
         visible = "".join(char for char in name if unicodedata.category(char) != "Cf")
-        key = unicodedata.normalize("NFC", visible).casefold().strip()
+        key = " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
         if seen.setdefault(key, name) != name:
             raise DataError(
                 f"{location}: the classes {seen[key]!r} and {name!r} differ only in case, Unicode "

@@ -22,7 +22,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
@@ -260,6 +260,7 @@ def _read_shard_headers(
     images: dict[str, tuple[int, int, str]] = {}
     labels: dict[str, RawLabel] = {}  # from their own members
     fields: dict[str, RawLabel | None] = {}  # from JSON
+    used_fields: set[str | None] = set()
     ignored: collections.Counter[str] = collections.Counter()
     with _open_shard(file) as stream:
         for member in _iter_members(file, stream):
@@ -274,13 +275,9 @@ def _read_shard_headers(
                     file, labels, key, member, _parse_label(file, member.name, read().strip())
                 )
             elif suffix == "json":
-                _add_to_sample(
-                    file,
-                    fields,
-                    key,
-                    member,
-                    _parse_json_label(file, member.name, read(), label_field),
-                )
+                field, label = _parse_json_label(file, member.name, read(), label_field)
+                used_fields |= {field} - {None}
+                _add_to_sample(file, fields, key, member, label)
             elif suffix == image_suffix or (
                 image_suffix is None and f".{suffix}".endswith(IMAGE_SUFFIXES)
             ):
@@ -288,6 +285,7 @@ def _read_shard_headers(
                 _add_to_sample(file, images, key, member, location)
             else:
                 ignored[suffix] += 1
+    _check_same_labels(file, labels, fields, used_fields)
     image_labels = [labels.get(key, fields.get(key)) for key in images]
     _check_samples(file, images, image_labels, {*labels, *fields}, label_field)
     locations = images.values()
@@ -434,10 +432,40 @@ def _parse_label(file: ShardFile, name: str, body: bytes) -> int | str:
     return text
 
 
+def _check_same_labels(
+    file: ShardFile,
+    labels: Mapping[str, RawLabel],
+    fields: Mapping[str, RawLabel | None],
+    used_fields: Collection[str | None],
+) -> None:
+    """Raise DataError if a shard does not say which of several labels is meant.
+
+    Args:
+        labels: labels from their own members, by sample.
+        fields: labels from JSON members, by sample.
+        used_fields: the JSON fields that they were read from.
+    """
+    if len(used_fields) > 1:
+        raise DataError(
+            f"{file.display_name}: some samples have their label in the JSON field "
+            f"{' and others in '.join(sorted(map(str, used_fields)))}; write all with one field",
+            code="data.ambiguous",
+        )
+    for key, label in labels.items():
+        other = fields.get(key)
+        if isinstance(other, type(label)) and other != label:  # an index may have a name in JSON
+            raise DataError(
+                f"{file.display_name}: the sample {printable_path(key)} has the label {label!r} in "
+                f"a member of its own, and {other!r} in JSON; name one of them with "
+                "data.label_column",
+                code="data.ambiguous",
+            )
+
+
 def _parse_json_label(
     file: ShardFile, name: str, body: bytes, field: str | None
-) -> RawLabel | None:
-    """Parse the label of a JSON member. Returns: None if it has no label field."""
+) -> tuple[str | None, RawLabel | None]:
+    """Parse the label of a JSON member. Returns: its field and the label; None and None without."""
     try:
         entries = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -448,12 +476,18 @@ def _parse_json_label(
         raise DataError(message, code="data.damaged") from None
     if not isinstance(entries, dict):
         entries = {}
-    fields = (field,) if field else _LABEL_FIELDS
-    label: Any = next((entries[one] for one in fields if one in entries), None)
+    found = {one: entries[one] for one in ((field,) if field else _LABEL_FIELDS) if one in entries}
+    if len({str(each) for each in found.values()}) > 1:
+        raise DataError(
+            f"{file.display_name}: {printable_path(name)} has different labels in the fields "
+            f"{' and '.join(found)}; name one of them with data.label_column",
+            code="data.ambiguous",
+        )
+    first, label = next(iter(found.items()), (None, None))
     if label is None:
-        return None
+        return None, None
     if all(map(_is_valid_label, label if isinstance(label, list) else [label])):
-        return cast("RawLabel", label)
+        return first, cast("RawLabel", label)
     raise DataError(
         f"{file.display_name}: {printable_path(name)} has the label {str(label)[:40]!r}; expected "
         "an integer or a class name; name another field with data.label_column",

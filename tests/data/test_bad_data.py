@@ -198,6 +198,12 @@ FOLDERS = {
     "classes that differ in a space": image_folder(
         "data.duplicate_class", "'a'", "a/1.png", "a /1.png"
     ),
+    "classes that differ in the number of spaces": image_folder(
+        "data.duplicate_class", "'a b'", "a b/1.png", "a  b/1.png"
+    ),
+    "classes that differ in width": image_folder(
+        "data.duplicate_class", "'1'", "1/1.png", "\uff11/1.png"
+    ),
     "classes that differ in an invisible character": image_folder(
         "data.duplicate_class", "'a'", "a/1.png", "a\u200b/1.png"
     ),
@@ -392,6 +398,9 @@ TABLES = {
     "negative labels": parquet_table("data.wrong_labels", "-1 in row 1", labels=[0, -1, 1]),
     "labels beyond the class names": parquet_table(
         "data.wrong_labels", "2 in row 2", labels=[0, 1, 2], names=["a", "b"]
+    ),
+    "text under declared class names": parquet_table(
+        "data.wrong_labels", "are text", labels=["a", "b"], names=["a", "b"]
     ),
     "labels that differ in case": parquet_table(
         "data.duplicate_class", "'Cat'", labels=["cat", "Cat"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_datasets import class_counts, random_png, write_file, write_parquet
 
@@ -22,6 +23,18 @@ def test_columns_are_detected_or_configured(tmp_path: Path) -> None:
     write_parquet(path, [0, 1], image="photo", label="kind")
     configured = open_source(f"parquet:{path}", image_column="photo", label_column="kind")
     assert class_counts(configured) == {"train": [1, 1]}
+
+
+def test_a_second_image_column_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = [{"bytes": random_png(number), "path": None} for number in (5, 6)]
+    path = write_parquet(tmp_path / "a.parquet", [0, 1], image="img", image_mask=images)
+    table = pq.read_table(path).rename_columns(["img", "label", "image"])
+    pq.write_table(table, path)
+    open_source(f"parquet:{path}")
+    assert "the column 'image' gives the images, not 'img'" in caplog.messages[0]
+    caplog.clear()
+    open_source(f"parquet:{path}", image_column="img")
+    assert not caplog.messages
 
 
 def test_a_second_label_column_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

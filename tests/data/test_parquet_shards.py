@@ -115,5 +115,8 @@ class TestReadingColumns:
         with refused("data.wrong_format", "text.parquet"):
             read_label_column(open_files(tmp_path / "text.parquet"), "label", "image")
         text_labels = write_parquet(tmp_path / "words.parquet", ["a", "b"], image="image")
-        with refused("data.damaged"):
+        with refused("data.split_mismatch", "words.parquet", "class names"):
             read_label_column(open_files(parquet_path, text_labels), "label", "image")
+        numbers = write_parquet(tmp_path / "numbers.parquet", [0, 1], image="image")
+        with refused("data.damaged"):
+            read_label_column(open_files(numbers, text_labels), "label", "image")

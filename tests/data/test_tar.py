@@ -169,8 +169,8 @@ def json_bytes(**fields: Any) -> bytes:
         ([("a.cls", b"01"), ("b.cls", b"10")], {}, ["01", "10"]),
         ([("a.json", json_bytes(label=3)), ("b.json", json_bytes(label=4))], {}, ["3", "4"]),
         ([("a.json", json_bytes(cls="x")), ("b.json", json_bytes(cls="y"))], {}, ["x", "y"]),
-        # cls takes precedence over json, in any order
-        ([("a.cls", b"1"), ("b.cls", b"0"), ("a.json", json_bytes(label=7))], {}, ["0", "1"]),
+        # an index may have its name in json
+        ([("a.cls", b"1"), ("b.cls", b"0"), ("a.json", json_bytes(label="cat"))], {}, ["0", "1"]),
         (
             [("a.json", json_bytes(f=5, label=1)), ("b.json", json_bytes(f=6))],
             {"label": "f"},
@@ -189,6 +189,20 @@ def test_reads_labels_from_cls_json_and_text(
     assert source.class_names == names
     assert sorted(source.splits["train"].labels.tolist()) == [0, 1]
     assert read_all_bytes(source) == [random_png(1), random_png(2)]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("a.cls", b"1"), ("b.cls", b"0"), ("a.json", json_bytes(label=0))],
+        [("a.json", json_bytes(label=1, **{"class": 0})), ("b.json", json_bytes(label=0))],
+        [("a.json", json_bytes(label=1)), ("b.json", json_bytes(**{"class": 0}))],
+    ],
+)
+def test_refuses_labels_that_contradict_each_other(tmp_path: Path, members: list[Any]) -> None:
+    write_file(tmp_path / "t.tar", tar_bytes([*TWO_IMAGES, *members]))
+    with refused("data.ambiguous", "t.tar"):
+        open_source(f"tar:{tmp_path}/t.tar")
 
 
 def test_refuses_two_spellings_of_one_integer(tmp_path: Path) -> None:

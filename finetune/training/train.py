@@ -483,19 +483,22 @@ def _check_push_rights(recipe: Recipe) -> None:
 
 
 def _push_to_hub(run: RunDir, recipe: Recipe) -> None:
-    """Push the model to `run.push_to`, unless these weights were pushed there before."""
+    """Push the model to `run.push_to`, unless this one was pushed there before."""
     if recipe.run.push_to is None:
         return
     record = read_record(run)
-    target = {
-        "repository": recipe.run.push_to,
-        "weights_sha256": file_sha256(run.model_folder / "model.safetensors"),
-    }
-    if not target.items() <= record.get("pushed", {}).items():
+
+    def describe_target() -> dict[str, Any]:
+        # a temperature that was fitted later is in config.json
+        files = ("model.safetensors", "config.json")
+        sha256 = {name: file_sha256(run.model_folder / name) for name in files}
+        return {"repository": recipe.run.push_to, "model_files": sha256}
+
+    if not describe_target().items() <= record.get("pushed", {}).items():
         from finetune.publish.push import push
 
         pushed = push(run.path, recipe.run.push_to, private=recipe.run.push_private)
-        write_record(run, {**record, "pushed": {**pushed, **target}})
+        write_record(run, {**record, "pushed": {**pushed, **describe_target()}})
         logger.info(f"pushed to {pushed['url']}, commit {pushed['commit']}")
 
 

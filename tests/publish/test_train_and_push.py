@@ -97,6 +97,20 @@ def test_failed_push_keeps_the_finished_run(
     )
 
 
+def test_a_temperature_that_was_fitted_later_is_pushed(
+    hub: HubServer, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert cli.main(["train", str(recipe), "--out", str(out)]) == 0
+    num_commits = len(hub.commits("alice/digits"))
+    assert cli.main(["eval", str(out), "--split", "test", "--fit-temperature"]) == 0
+    for _ in range(2):
+        assert cli.main(["train", str(recipe), "--out", str(out), "--resume"]) == 0
+        assert len(hub.commits("alice/digits")) == num_commits + 1
+    files = hub.files("alice/digits")
+    assert files["config.json"] == (out / "model" / "config.json").read_bytes()
+
+
 def test_resuming_a_finished_run_pushes_only_if_not_yet_pushed(
     hub: HubServer, recipe: Path, tmp_path: Path
 ) -> None:

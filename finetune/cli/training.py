@@ -118,6 +118,12 @@ def train(
                 "copy of the run, then continue the run with --resume",
                 code="recipe.not_found",
             )
+        if (folder / "trials").is_dir():
+            raise RecipeError(
+                f"{folder / SEARCH_FILE}: the record of a search is missing; restore it from a "
+                "copy, or search in another --out",
+                code="recipe.not_found",
+            )
         raise RecipeError(
             f"{recipe}: this run was stopped before it wrote its recipe, so nothing was trained; "
             f"start it again: {shlex.join(['finetune', 'train', 'RECIPE', '--out', recipe])}",

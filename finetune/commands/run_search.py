@@ -67,7 +67,7 @@ TRIAL_OVERRIDES = (
     "run.keep_checkpoints=1",
 )
 DATA_INPUT, SHARD_TIMES_INPUT = "images or labels", "times of the shards"  # names of inputs
-_READABLE = "the readable images with data.split_seed="
+_SPLIT = "the images of the splits with data.split_seed="
 SAVE_INTERVAL_SECONDS = 1.0  # between two records of the time used
 _TYPICAL_START_SECONDS = 20.0  # of a run, before its first step
 
@@ -116,9 +116,11 @@ def read_inputs(recipe: Recipe, record: RunRecord) -> dict[str, str]:
     if recipe.distill and (teacher := record.get("teacher")):
         weights = {key: teacher.get(key) for key in ("sha256", "config_sha256")}
         inputs[f"the weights of the teacher {recipe.distill.teacher}"] = json_sha256(weights)
-    # with data.unreadable=quarantine, another machine may read other images of the same split
-    readable = [record["plan"].get(key) for key in ("images_read", "val_images_read")]
-    inputs[f"{_READABLE}{recipe.data.split_seed}"] = str(readable)
+    # With data.unreadable=quarantine, another machine may read other images of the same split; and
+    # without images that data.decisions has dropped, another split is drawn.
+    split = [record["plan"].get(key) for key in ("images_read", "val_images_read")]
+    split.append(record["split_fingerprints"].get("val"))
+    inputs[f"{_SPLIT}{recipe.data.split_seed}"] = str(split)
     if times := record.get("shard_times"):
         inputs[SHARD_TIMES_INPUT] = json_sha256(times)
     return inputs
@@ -342,7 +344,7 @@ class SearchSession:
                     "images were not compared"
                 )
             elif changed:
-                is_data = changed[0].startswith((DATA_INPUT, _READABLE))
+                is_data = changed[0].startswith((DATA_INPUT, _SPLIT))
                 raise (DataError if is_data else WeightsError)(
                     f"{self.search.source}: {changed[0]} have changed since {what}, so "
                     f"{trial.name} cannot be compared with it; restore them, remove "

@@ -245,8 +245,12 @@ def _list_changes(
     return changes
 
 
+# besides torch: networks, transforms, decoders
+_TRAINING_PACKAGES = ("finetune", "timm", "torchvision", "numpy", "pillow", "simplejpeg")
+
+
 def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
-    """Return what changes the last bits of the weights, although the recipe trains the same.
+    """Return what changes the weights, mostly in the last bits, although the recipe is the same.
 
     Args:
         record: run.json with the environment of this start.
@@ -265,7 +269,7 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
         "data.micro_batch": setup.recipe.data.micro_batch,
         "processes": record["num_processes"],
         "device": device["name"],
-        "torch": record["versions"]["torch"],
+        **{name: record["versions"].get(name) for name in ("torch", *_TRAINING_PACKAGES)},
         **(cpu if device["type"] == "cpu" else {}),
     }
 
@@ -281,6 +285,8 @@ def _warn_of_changed_numerics(
     }
     if changes:
         effect = "in the last bits"
+        if changes.keys() & {*_TRAINING_PACKAGES}:
+            effect = "perhaps by more than the last bits"
         is_split_otherwise = {"data.micro_batch", "processes"} & changes.keys()
         has_own_statistics = unfrozen_batch_norm_layers(setup.built.model)
         if is_split_otherwise and has_own_statistics and not setup.recipe.model.sync_bn:

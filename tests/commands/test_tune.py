@@ -730,12 +730,13 @@ class TestRuns:
         common = first.keys() & again.keys()
         assert "images or labels" in common
         assert all(first[name] == again[name] for name in common)
-        assert first.keys() - common == {"the readable images with data.split_seed=None"}
+        assert first.keys() - common == {"the images of the splits with data.split_seed=None"}
         splits = [
             read_record(RunDir(tmp_path / name))["split_fingerprints"]
             for name in ("first", "again")
         ]
         assert splits[0]["val"] != splits[1]["val"]
+        assert splits[0]["val"] in first["the images of the splits with data.split_seed=None"]
 
 
 def load_recipe_for(photos: Path) -> Recipe:

@@ -113,6 +113,15 @@ def test_no_secret_is_recorded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_record(run)["numerics"]["variables"]["TIMM_TOKEN"] == "***"
 
 
+def test_other_versions_are_named(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    start(run, make_setup())
+    save(run, 2)
+    record = read_record(run)
+    write_record(run, {**record, "numerics": {**record["numerics"], "timm": "0.1"}})
+    start(run, make_setup(), resume=True)
+    assert "differ perhaps by more than the last bits: timm 0.1 -> " in caplog.text
+
+
 def test_other_micro_batches_change_batch_norm(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,9 +80,9 @@ def write_artifacts(
             second.
     """
     recipe = read_trained_recipe(run)
-    content = replace(
-        _write_data_and_collect_card(folder, run, recipe, results), repository=repository
-    )
+    content = _write_data_and_collect_card(folder, run, recipe, results)
+    record = {**content.record, "metrics_changed": run.has_changed_metrics()}
+    content = replace(content, record=record, repository=repository)
     if with_plots:
         by_seed = _results_by_seed(run, recipe, results)
         content = replace(

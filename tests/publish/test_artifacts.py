@@ -79,6 +79,16 @@ def test_published_files_are_bound_to_the_weights(runs: Path, tmp_path: Path, na
     verify_model_folder(folder, source="pushed")
 
 
+def test_a_card_names_metrics_that_were_changed_after_the_run(runs: Path, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(runs / "a", tmp_path / "run"))
+    rewrite_artifacts(run)
+    assert "**Changed metrics:**" not in (run.model_folder / "README.md").read_text()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    rewrite_artifacts(run)
+    assert "**Changed metrics:**" in (run.model_folder / "README.md").read_text()
+
+
 def test_results_in_a_card_cannot_be_edited_before_a_push(runs: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(runs / "a" / "model", tmp_path / "pushed")
     card = folder / "README.md"

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -701,8 +702,15 @@ def _map_labels_to_model_classes(
                 code="data.wrong_classes",
             )
         return source.splits[split], data_class_names
-    # reversed, so that the first of several classes with one name wins
-    index_of = {name: index for index, name in reversed([*enumerate(model_class_names)])}
+    index_of = {name: index for index, name in enumerate(model_class_names)}
+    counts = Counter(model_class_names)
+    repeated = [name for name in data_class_names if counts[name] > 1]
+    if repeated and data_class_names != list(model_class_names):
+        raise DataError(
+            f"{source.name}: {model} has several classes named '{repeated[0]}', which cannot be "
+            "matched by name; evaluate it on data with the same classes in the same order",
+            code="data.wrong_classes",
+        )
     unknown = [name for name in data_class_names if name not in index_of]
     if unknown:
         raise DataError(

@@ -21,7 +21,7 @@ from finetune.data.columns import int64_to_numpy
 from finetune.data.decode import decode_image, open_dataset_file
 from finetune.data.recorded_digests import RecordedDigests
 from finetune.data.stat_signatures import stat_signatures
-from finetune.errors import DataError
+from finetune.errors import DataError, redact_urls
 from finetune.formatting import printable_path
 
 __all__ = [
@@ -175,7 +175,8 @@ class TableImages:
         chunk, offset = self._locate_row(row)
         path = chunk.path_at(offset)
         number = chunk.first_row + (offset if chunk.rows is None else int(chunk.rows[offset]))
-        return f"{chunk.title} row {number}" + (f" ({path})" if path else "")
+        # tables made from lists of URLs have signed URLs as paths
+        return f"{chunk.title} row {number}" + (f" ({redact_urls(path)})" if path else "")
 
     def encoded_sizes(self) -> np.ndarray:
         """Return the size of each encoded image in bytes, (N,) int64."""

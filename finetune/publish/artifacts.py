@@ -81,7 +81,8 @@ def write_artifacts(
     """
     recipe = read_trained_recipe(run)
     content = _write_data_and_collect_card(folder, run, recipe, results)
-    record = {**content.record, "metrics_changed": run.has_changed_metrics()}
+    record = content.record.copy()
+    record["metrics_changed"] = run.has_changed_metrics()
     content = replace(content, record=record, repository=repository)
     if with_plots:
         by_seed = _results_by_seed(run, recipe, results)

@@ -288,6 +288,17 @@ def test_leaks_that_the_run_has_recorded_are_named(finished_run, tmp_path, capsy
     assert leaks[1] not in output
 
 
+def test_classes_of_one_name_are_not_matched_by_name(tmp_path) -> None:
+    names = ["crane", "crane", "dog"]
+    path = write_parquet(tmp_path / "a.parquet", [0, 1, 2] * 8, names=names)
+    overrides = [f"data.source=parquet:{path}", "data.val_fraction=0.25"]
+    train(parse_recipe(RECIPE, overrides=overrides), tmp_path / "run")
+    evaluate_model(str(tmp_path / "run"), data=f"parquet:{path}", split="train")
+    other = write_parquet(tmp_path / "b.parquet", [1, 2, 0] * 8, names=["dog", *names[:2]])
+    with refused("data.wrong_classes", "'crane'"):
+        evaluate_model(str(tmp_path / "run"), data=f"parquet:{other}", split="train")
+
+
 def test_streamed_images_are_not_compared_with_training_images(
     finished_run, tmp_path, capsys
 ) -> None:

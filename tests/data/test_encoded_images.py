@@ -49,6 +49,14 @@ def test_unusual_file_names(tmp_path: Path) -> None:
         open_source(source)
 
 
+def test_a_signed_url_in_a_row_is_masked(tmp_path: Path) -> None:
+    url = "https://me:word@bucket/x.png?X-Amz-Signature=abc"
+    rows = [{"bytes": random_png(5), "path": each} for each in (url, None)]
+    write_parquet(tmp_path / "a.parquet", [0, 1], images=rows)
+    images = open_source(f"parquet:{tmp_path}").splits["train"].images
+    assert images.name_of(0) == "a.parquet row 0 (https://***@bucket/x.png?***)"
+
+
 def test_table_rows_may_name_files_or_lack_images(tmp_path: Path) -> None:
     write_file(tmp_path / "pictures/x.png", random_png(5))
     rows = [

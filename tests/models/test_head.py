@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -88,6 +89,11 @@ class TestHead:
         assert replaced.class_names is None
 
 
+def rename_classes(folder: str, names: list[str]) -> None:
+    path = forget_checksums(Path(folder)) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "label_names": names}))
+
+
 class TestKeepHeadClasses:
     """Weights whose config.json names classes of the data; CLASS_NAMES are ant to elk."""
 
@@ -101,6 +107,23 @@ class TestKeepHeadClasses:
         assert reordered.provenance["kept_classes"] == 5
         torch.testing.assert_close(compute_logits(reordered.model, x), expected.flip(1))
         assert len(set(expected[0].tolist())) == 5  # all logits differ
+
+    @pytest.mark.parametrize(
+        "names, kept",
+        [(["crane", "crane", "dog"], [0, 1, 2]), (["dog", "crane", "crane"], [2, None, None])],
+    )
+    def test_classes_of_one_name_are_kept_only_in_the_same_order(
+        self, names: list[str], kept: list[int | None], tmp_path: Path
+    ) -> None:
+        folder, x = save_random_network(tmp_path, "vit"), random_images(NETWORKS["vit"][2])
+        rename_classes(folder, ["crane", "crane", "dog", "emu", "fox"])
+        names = names + (["emu", "fox"] if kept[0] == 0 else [])
+        before = compute_logits(build_model(folder).model, x)
+        built = build_model(folder, num_classes=len(names), class_names=names, head_init="keep")
+        after = compute_logits(built.model, x)
+        for index, row in enumerate(kept):
+            expected = torch.zeros_like(after[:, 0]) if row is None else before[:, row]
+            torch.testing.assert_close(after[:, index], expected)
 
     @pytest.mark.parametrize("key", ["vit", "distilled", "conv_classifier", "byobnet"])
     def test_keeps_the_rows_of_known_classes(

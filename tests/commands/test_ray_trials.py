@@ -132,14 +132,23 @@ class TestSearch:
         assert not any(trial.end_reason.startswith("failed") for trial in search.trials)
         assert search["recipe"].is_finished
 
-    def test_workers_of_another_version_are_refused(
-        self, tuned: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The search can continue without Ray after it."""
-        monkeypatch.setattr(ray_trials, "_versions", lambda: {"finetune": "0.0.1"})
-        assert cli.main(tuned) == 5
-        assert "install the same versions on all machines" in capsys.readouterr().err
-        assert cli.main([*tuned[:-2], "--resume"]) == 0
+
+@pytest.mark.parametrize(
+    "versions, folder, code, named",
+    [
+        ({"finetune": "0.0.1"}, "run", "setup.wrong_version", "0.0.1"),
+        (None, "elsewhere", "setup.not_shared", "tune.json"),
+    ],
+)
+def test_machines_that_differ_are_refused(
+    versions: dict[str, str] | None, folder: str, code: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tune.json").touch()
+    search, decision = make_search("start"), Decision("start", 1.0, "", 0.0)
+    places = (tmp_path / folder, (), 0.0, tmp_path)
+    with refused(code, "--on ray", named):
+        ray_trials._train_trial(search, decision, *places, versions or ray_trials._versions())
 
 
 def test_ray_is_not_installed(

@@ -38,11 +38,22 @@ from finetune.log import logger
 from finetune.process_lifecycle import handle_interrupts
 from finetune.run.directory import SEARCH_FILE, RunDir
 
-__all__ = ["resources_per_trial", "train_on_ray"]
+__all__ = ["check_ray_is_installed", "resources_per_trial", "train_on_ray"]
 
 _MAX_LOST = 2  # workers of one trial; then it has failed
 _MAX_WAIT = 1.5  # of the minutes, for trials that do not end; they pause by themselves before
 _LOCK_SECONDS = 90.0  # a shared disk keeps the lock of a lost machine for that long
+
+
+def check_ray_is_installed() -> None:
+    """Raise SetupError without Ray."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise SetupError(
+            f"--on ray: Ray is not installed ({error}); {install_hint('ray')}",
+            code="setup.missing_package",
+        ) from None
 
 
 def train_on_ray(session: SearchSession) -> None:
@@ -50,8 +61,8 @@ def train_on_ray(session: SearchSession) -> None:
 
     Args:
         session: a session whose clock is `time.time`, which all machines share.
-    Raises: an error of a worker that `SearchSession.execute` raises too; SetupError if Ray is not
-        installed, or the machines differ; Interrupted after a signal.
+    Raises: an error of a worker that `SearchSession.execute` raises too; SetupError if
+        the machines differ; Interrupted after a signal.
     """
     search, folder = session.search, session.run.path.resolve()
     waiting = [decision for decision in search.decisions if not decision.done]
@@ -103,13 +114,7 @@ def train_on_ray(session: SearchSession) -> None:
 def _connect() -> Iterator[Any]:
     """Connect to a running cluster, or start Ray on this machine; yield the module `ray`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise SetupError(
-            f"--on ray: Ray is not installed ({error}); {install_hint('ray')}",
-            code="setup.missing_package",
-        ) from None
+    import ray
 
     handler, was_connected = signal.getsignal(signal.SIGTERM), ray.is_initialized()
     address = os.environ.get("RAY_ADDRESS")

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from finetune.commands.estimate import TRIAL_SECONDS, measure_recipe
 from finetune.commands.portfolio import build_trials
+from finetune.commands.ray_trials import check_ray_is_installed
 from finetune.commands.run_search import (
     DATA_INPUT,
     SHARD_TIMES_INPUT,
@@ -81,6 +82,8 @@ def tune_source(
     Raises: RecipeError if the time is too short, or the search in `out` is another one.
     """
     started = time.perf_counter() - seconds_before
+    if on_ray:
+        check_ray_is_installed()
     if source is None:  # the address with its password or signature, to continue a search
         source = parse_overrides(overrides).get("data.source")
         overrides = [each for each in overrides if not each.startswith("data.source=")]
@@ -114,6 +117,8 @@ def tune_recipe(
     The other arguments, the result and the errors are those of `tune_source`.
     """
     started = time.perf_counter() - seconds_before
+    if on_ray:
+        check_ray_is_installed()
     search = _open_search(out, resume=resume, minutes=minutes, overrides=overrides, recipe=recipe)
     if search is None:
         source = open_full_data(recipe.data, recipe.run.seed)

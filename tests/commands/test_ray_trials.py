@@ -152,11 +152,15 @@ def test_machines_that_differ_are_refused(
 
 
 def test_ray_is_not_installed(
-    tuned: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tuned: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(tuned) == 5
     assert "finetune-vision[ray]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_on_ray_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

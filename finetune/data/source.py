@@ -158,9 +158,9 @@ class Split:
         """Return a SHA-256 that changes whenever an image may have changed.
 
         It equals the fingerprint, except for streamed shards: then it is a hash of the fingerprint,
-        the addresses and the stat signatures of local shards, because the ETags of two servers can
-        be equal. None if changes could go unnoticed: a server sends
-        no ETag, or a local shard was just written.
+        the addresses of the shards (two servers can send the same ETag), and the stat signatures of
+        local ones. None if changes could go unnoticed: a server sends no ETag, or a local shard was
+        just written.
         """
         if not isinstance(self.images, StreamedImages):
             return self.fingerprint

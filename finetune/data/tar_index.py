@@ -260,7 +260,7 @@ def _read_shard_headers(
     images: dict[str, tuple[int, int, str]] = {}
     labels: dict[str, RawLabel] = {}  # from their own members
     fields: dict[str, RawLabel | None] = {}  # from JSON
-    used_fields: set[str | None] = set()
+    used_fields: set[str] = set()
     ignored: collections.Counter[str] = collections.Counter()
     with _open_shard(file) as stream:
         for member in _iter_members(file, stream):
@@ -276,7 +276,8 @@ def _read_shard_headers(
                 )
             elif suffix == "json":
                 field, label = _parse_json_label(file, member.name, read(), label_field)
-                used_fields |= {field} - {None}
+                if field is not None:
+                    used_fields.add(field)
                 _add_to_sample(file, fields, key, member, label)
             elif suffix == image_suffix or (
                 image_suffix is None and f".{suffix}".endswith(IMAGE_SUFFIXES)
@@ -436,7 +437,7 @@ def _check_same_labels(
     file: ShardFile,
     labels: Mapping[str, RawLabel],
     fields: Mapping[str, RawLabel | None],
-    used_fields: Collection[str | None],
+    used_fields: Collection[str],
 ) -> None:
     """Raise DataError if a shard does not say which of several labels is meant.
 
@@ -448,7 +449,7 @@ def _check_same_labels(
     if len(used_fields) > 1:
         raise DataError(
             f"{file.display_name}: some samples have their label in the JSON field "
-            f"{' and others in '.join(sorted(map(str, used_fields)))}; write all with one field",
+            f"{' and others in '.join(sorted(used_fields))}; write all with one field",
             code="data.ambiguous",
         )
     for key, label in labels.items():

@@ -133,8 +133,8 @@ def train(
         run = run or Path("runs") / default_run_name(recipe)
         if not (resume and (run / "recipe.yaml").is_file()):
             return _train_source(recipe, overrides, run, dry_run=dry_run, download=download)
-        if redact_urls(recipe) != recipe:  # the run does not store passwords and signatures
-            overrides = (f"data.source={json.dumps(resolve_data_source(recipe))}", *overrides)
+        # The images may have moved, a URL may be signed again; other images are refused.
+        overrides = (f"data.source={json.dumps(resolve_data_source(recipe))}", *overrides)
         recipe = str(run)
     elif download:
         raise RecipeError(

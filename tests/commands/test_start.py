@@ -618,7 +618,11 @@ class TestCommandLine:
         with monkeypatch.context() as patch:  # refused before the data is inspected
             patch.setattr(start_module, "start", None)
             assert cli.main(["train", "photos", *self.QUICK_OVERRIDES]) == 5
-        assert cli.main(["train", "photos", *self.QUICK_OVERRIDES, "--resume"]) == 0
+        resume = [*self.QUICK_OVERRIDES, "--out", str(run), "--resume"]
+        assert cli.main(["train", "photos", *resume]) == 0
+        assert cli.main(["train", str(tmp_path / "photos"), *resume]) == 0
+        write_photos(tmp_path / "others", {"a": 12, "b": 11})
+        assert cli.main(["train", "others", *resume]) == 3
 
     def test_start_writes_a_recipe_and_overwrites_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -394,10 +394,14 @@ def _load_recipe_or_run(name: str, overrides: tuple[str, ...]) -> tuple[str, Rec
     """Load a recipe, or the recipe of a run directory. Returns: path of the recipe, the recipe."""
     from finetune.recipe.load import load_recipe
     from finetune.recipe.validate import check_override_conflicts
+    from finetune.run.record import load_run_recipe
 
     check_override_conflicts(overrides)
     recipe_of_run = Path(name) / "recipe.yaml"
-    path = str(recipe_of_run) if recipe_of_run.is_file() else name
+    path = name
+    if recipe_of_run.is_file():
+        load_run_recipe(name)  # raises if it was changed after the run started
+        path = str(recipe_of_run)
     return path, load_recipe(path, overrides)
 
 
@@ -455,8 +459,9 @@ def _show_images(target: str, overrides: tuple[str, ...], out: str) -> CommandRe
     else:
         recipe = _load_recipe_or_run(target, overrides)[1]
         from finetune.commands.show_images import show_training
+        from finetune.run.directory import RunDir
 
-        path = show_training(recipe, out)
+        path = show_training(recipe, out, run=RunDir(target))
     return CommandResult({"file": str(path)}, str(path))
 
 

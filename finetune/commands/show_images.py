@@ -28,9 +28,12 @@ from finetune.data.source import Source, Split
 from finetune.errors import DataError, redact_urls
 from finetune.files import check_output_file
 from finetune.formatting import pluralize
+from finetune.log import logger
 from finetune.precision import DTYPES, resolve_precision
 from finetune.recipe.paths import check_is_outside
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import has_changed, read_record
 from finetune.training.setup import build_setup
 from finetune.training.training_images import NUM_EPOCHS, augment_images, pick_one_per_class
 
@@ -109,7 +112,7 @@ def _class_mask(split: Split, label: int) -> NDArray[np.bool_]:
     return split.labels[:, label] == 1 if split.is_multilabel else split.labels == label
 
 
-def show_training(recipe: Recipe, out: str | Path) -> Path:
+def show_training(recipe: Recipe, out: str | Path, *, run: RunDir | None = None) -> Path:
     """Draw training images as decoded, as augmented in eight epochs, and as in evaluation.
 
     The pixels are identical to those in training on this machine. Pretrained weights are not
@@ -118,6 +121,7 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
     Args:
         recipe: the recipe.
         out: a .png or .jpg file, written atomically.
+        run: the folder that may have the run of the recipe, to warn of images that have changed.
     Returns: path of the file.
     Raises: FinetuneError for unreadable data or a recipe that does not fit the data.
     """
@@ -128,6 +132,11 @@ def show_training(recipe: Recipe, out: str | Path) -> Path:
     recipe = recipe.model_copy(update={"model": model_section})
     setup = build_setup(recipe, device=device, show_progress=True)
     split = setup.source.splits["train"]
+    if run is not None and has_changed(read_record(run), split):
+        logger.warning(
+            f"{run.path}: images or labels of 'train' have changed since the run, so these are not "
+            "the images that it was trained on"
+        )
     if recipe.data.unreadable == "quarantine":  # excluded images shift the indices
         split = setup.build_loader(split, train=True).store.split
         setup = setup.with_num_samples(len(split), split.labels)

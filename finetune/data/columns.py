@@ -15,6 +15,7 @@ from finetune.errors import DataError, did_you_mean
 from finetune.log import warn_once
 
 __all__ = [
+    "OTHER_SPLIT_NAMES",
     "ColumnNames",
     "declared_class_names",
     "find_columns",
@@ -25,6 +26,8 @@ __all__ = [
 
 _IMAGE_COLUMN_NAMES = ("image", "img")
 _LABEL_COLUMN_NAMES = ("label", "labels", "fine_label")
+# of columns that are not read, but perhaps say which split an image is in
+OTHER_SPLIT_NAMES = {"fold", "partition", "phase", "set", "splits", "subset", "usage"}
 _MAX_SHOWN_CHARS = 120  # of the list of columns in a message
 
 
@@ -104,7 +107,8 @@ def find_columns_by_name(
         multilabel: allow several label columns of 0 and 1. If none is requested and no column has a
             usual label name, all columns except the image and group columns and "split" are.
     Returns: the name of the image column, and the names of the label columns.
-    Raises: DataError if a column is missing, or if the names of two candidates differ only in case.
+    Raises: DataError if a column is missing, if two have the same name, or if the names of two
+        candidates differ only in case.
     """
     image_column = _find_column(
         "image_column", requested.image, usual_image_names, typed_image_columns, columns
@@ -116,10 +120,14 @@ def find_columns_by_name(
         others = (image_column.lower(), "split", (requested.group or "").lower())
         label = tuple(name for name in columns if name.lower() not in others)
     label_names: list[str | None] = [label] if isinstance(label, str) else [*(label or (None,))]
-    return image_column, [
+    label_columns = [
         _find_column("label_column", name, usual_label_names, typed_label_columns, columns)
         for name in label_names
     ]
+    for name in (image_column, *label_columns, requested.group):
+        if name is not None and columns.count(name) > 1:
+            raise DataError(f"two columns are named {name!r}; rename one", code="data.ambiguous")
+    return image_column, label_columns
 
 
 def _find_column(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from finetune.data.columns import ColumnNames, find_columns_by_name
+from finetune.data.columns import OTHER_SPLIT_NAMES, ColumnNames, find_columns_by_name
 from finetune.data.decode import open_dataset_file
 from finetune.data.split_names import SPLIT_ALIASES, sort_splits
 from finetune.errors import DataError, did_you_mean
@@ -57,7 +57,6 @@ _IMAGE_COLUMN_NAMES = (
     "id",
 )
 _LABEL_COLUMN_NAMES = ("label", "labels", "class", "class_name", "target", "category")
-_OTHER_SPLIT_NAMES = {"fold", "partition", "phase", "set", "subset"}  # are not read, but warned of
 _ADDED_SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".tif", ".webp")  # tried for names without a suffix
 LABEL_FILE_NAMES = ("metadata.csv", "labels.csv")  # in a folder of images
 MAX_FILE_BYTES = 2**28  # enough for millions of lines
@@ -332,15 +331,15 @@ def _find_columns(
         raise line_error(file, 1, f"{message}; rename one", "data.ambiguous")
     split_column = next(iter(split_columns), None)
     unused = {*header} - {image_column, *label_columns, split_column, columns.group}
-    if split_column is None and (similar := unused & _OTHER_SPLIT_NAMES):
+    similar = sorted(name for name in unused if name.lower() in OTHER_SPLIT_NAMES)
+    if split_column is None and similar:
         warn_once(
-            f"{printable_path(file)}: the column {min(similar)!r} is not used; if it says which "
+            f"{printable_path(file)}: the column {similar[0]!r} is not used; if it says which "
             "split an image is in, name it 'split'"
         )
-    for name in (image_column, *label_columns, split_column, columns.group):
-        if name is not None and header.count(name) > 1:
-            message = f"two columns are named {name!r}; rename one"
-            raise line_error(file, 1, message, "data.ambiguous")
+    if split_column is not None and header.count(split_column) > 1:
+        message = f"two columns are named {split_column!r}; rename one"
+        raise line_error(file, 1, message, "data.ambiguous")
     return image_column, split_column, label_columns
 
 

@@ -17,7 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from finetune.data.columns import ColumnNames, declared_class_names, find_columns
+from finetune.data.columns import (
+    OTHER_SPLIT_NAMES,
+    ColumnNames,
+    declared_class_names,
+    find_columns,
+)
 from finetune.data.decode import open_dataset_file
 from finetune.data.encoded_images import EncodedImages, TableChunk, TableImages
 from finetune.data.hub_dataset import list_parquet_files, load_hub_dataset
@@ -60,7 +65,9 @@ class LabeledSplits:
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `Split.groups`
 
 
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\b.*\.parquet")  # the Hub's names of files
+_SHARD = re.compile(
+    r"(.+)-(\d{5})-of-(\d{5})\b.*\.parquet", re.IGNORECASE
+)  # the Hub's names of files
 
 
 def read_parquet(
@@ -120,6 +127,13 @@ def _build_splits(
     """
     schema = next(iter(schemas.values()))
     image_column, label_columns = find_columns(schema, columns, multilabel=multilabel)
+    unused = {*schema.names} - {image_column, *label_columns, columns.group}
+    similar = sorted(name for name in unused if name.lower() in {"split", *OTHER_SPLIT_NAMES})
+    if similar and len(schemas) == 1:
+        warn_once(
+            f"the column {similar[0]!r} is not used; if it says which split an image is in, write "
+            "a file for each split"
+        )
     indicator_columns = tuple(label_columns) if len(label_columns) > 1 else ()
     if indicator_columns:
         encoded = encode_indicator_columns(
@@ -167,8 +181,9 @@ def _find_parquet_files(path: str) -> list[Path]:
         return [root]
     if root.is_dir():
         # the Hub's layouts: *.parquet, data/*.parquet, CONFIG/*.parquet, CONFIG/SPLIT/*.parquet
-        for pattern in ("*.parquet", "*/*.parquet", "*/*/*.parquet"):
-            if parents := {file.parent for file in root.glob(pattern)}:
+        for level in ("*", "*/*", "*/*/*"):
+            found = [file for file in root.glob(level) if file.suffix.lower() == ".parquet"]
+            if parents := {file.parent for file in found}:
                 break
         if len(parents) > 1 and not all(parent.name in SPLIT_ALIASES for parent in parents):
             names = ", ".join(sorted(str(parent) for parent in parents))
@@ -176,7 +191,7 @@ def _find_parquet_files(path: str) -> list[Path]:
                 f"parquet:{path}: contains several datasets; choose one of: {names}",
                 code="data.ambiguous",
             )
-        files = sorted(file for parent in parents for file in parent.glob("*.parquet"))
+        files = sorted(found)
         _check_all_shards(path, files)
     else:
         files = sorted(Path(file) for file in glob.glob(str(root), recursive=True))

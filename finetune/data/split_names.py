@@ -39,26 +39,20 @@ def sort_splits(splits: dict[str, _Value]) -> dict[str, _Value]:
 
 
 def group_by_split(
-    files: Sequence[_File],
-    get_path: Callable[[_File], PurePath],
-    source: str,
-    *,
-    whole_name: bool = False,
+    files: Sequence[_File], get_path: Callable[[_File], PurePath], source: str
 ) -> dict[str, list[_File]]:
-    """Group files by split, detected in the first word of the file name or in the folder name.
+    """Group files by split, detected in the words of the file name or in the folder name.
 
     Args:
         get_path: function that returns the path of a file.
         source: the source string, for warnings.
-        whole_name: check every word of the file name, not only the first.
     Returns: a dict from split to its files; all files are train if none matches a split.
     """
     groups: dict[str, list[_File]] = {}
     others = []
     for file in files:
         path = get_path(file)
-        words = re.split(r"[-_.]", path.name.lower())[: None if whole_name else 1]
-        words.append(path.parent.name.lower())
+        words = [*re.split(r"[-_.]", path.name.lower()), path.parent.name.lower()]
         split = next((SPLIT_ALIASES[word] for word in words if word in SPLIT_ALIASES), None)
         if split:
             groups.setdefault(split, []).append(file)

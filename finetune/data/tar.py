@@ -66,10 +66,9 @@ def read_tar(
             code="data.no_column",
         )
     files = _find_shards(path)
-    splits = group_by_split(files, _shard_path, f"tar:{path}", whole_name=True)
+    splits = group_by_split(files, _shard_path, f"tar:{path}")
     shards = _padded_integers_as_names(
-        f"tar:{path}",
-        index_shards([file for group in splits.values() for file in group], image, label),
+        index_shards([file for group in splits.values() for file in group], image, label)
     )
     indexes = iter(shards)
     by_split = {
@@ -97,26 +96,14 @@ def read_tar(
     return LabeledSplits(images, encoded, class_names, description)
 
 
-def _padded_integers_as_names(source: str, shards: list[TarShard]) -> list[TarShard]:
-    """If a label is an integer with leading zeros, such as 01, make all integers class names.
-
-    Raises: DataError if two labels are the same integer.
-    """
+def _padded_integers_as_names(shards: list[TarShard]) -> list[TarShard]:
+    """If a label is an integer with leading zeros, such as 01, make all integers class names."""
     labels = (label for shard in shards for label in shard.labels)
     values = {
         value for label in labels for value in (label if isinstance(label, list) else [label])
     }
-    integers = sorted(text for text in map(str, values) if re.fullmatch("[+-]?[0-9]+", text))
-    if all(str(int(text)) == text for text in integers):
+    if not any(re.fullmatch("[+-]?0[0-9]+", str(value)) for value in values):
         return shards
-    text_of: dict[int, str] = {}
-    for text in integers:
-        if text_of.setdefault(int(text), text) != text:
-            raise DataError(
-                f"{source}: the labels {text_of[int(text)]!r} and {text!r} are the same number; "
-                "write them in the same way",
-                code="data.duplicate_class",
-            )
     return [
         replace(
             shard,
@@ -218,7 +205,8 @@ def _expand_braces(pattern: str) -> Iterator[str]:
 def _find_local_shards(path: str, name: str) -> list[Path]:
     root = Path(name).expanduser().absolute()
     if root.is_dir():
-        found = [file for end in ("*.tar", "*/*.tar") for file in sorted(root.glob(end))]
+        entries = [file for level in ("*", "*/*") for file in sorted(root.glob(level))]
+        found = [file for file in entries if file.suffix.lower() == ".tar"]
         compressed = sorted(file for end in ("*.tar.*", "*.tgz") for file in root.glob(end))
         _warn_of_missing_numbers(path, found)
         return found or compressed  # the reader rejects these with an explanation

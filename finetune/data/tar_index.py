@@ -46,7 +46,7 @@ __all__ = ["RawLabel", "TarShard", "index_shards"]
 
 GROUP_BYTES = 2**22  # bytes of a shard per row group; a row group is read with one request
 MAX_CACHE_BYTES = 2**32
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _INDEX_FILE_NAME = re.compile(r"[0-9a-f]{64}\.tarindex")
 _MAX_HEADER_BYTES = 2**16  # limit for an extended header; real ones are shorter
 _MAX_LABEL_BYTES = 2**20
@@ -452,13 +452,17 @@ def _check_same_labels(
             f"{' and others in '.join(sorted(used_fields))}; write all with one field",
             code="data.ambiguous",
         )
+    expected: dict[RawLabel, RawLabel] = {}  # what JSON has for a label from a member of its own
     for key, label in labels.items():
-        other = fields.get(key)
-        if isinstance(other, type(label)) and other != label:  # an index may have a name in JSON
+        if (other := fields.get(key)) is None:
+            continue
+        if (type(label) is int) == str(other).isdecimal():  # not an index and its name
+            expected[label] = label
+        if str(other) != str(expected.setdefault(label, other)):
             raise DataError(
                 f"{file.display_name}: the sample {printable_path(key)} has the label {label!r} in "
-                f"a member of its own, and {other!r} in JSON; name one of them with "
-                "data.label_column",
+                f"a member of its own, and {other!r} in JSON instead of {expected[label]!r}; name "
+                "one of them with data.label_column",
                 code="data.ambiguous",
             )
 
@@ -468,7 +472,7 @@ def _parse_json_label(
 ) -> tuple[str | None, RawLabel | None]:
     """Parse the label of a JSON member. Returns: its field and the label; None and None without."""
     try:
-        entries = json.loads(body)
+        entries = json.loads(body, object_pairs_hook=_to_dict)
     except (ValueError, RecursionError) as error:
         message = (
             f"{file.display_name}: {printable_path(name)} is not valid JSON ({error}); write it "
@@ -494,6 +498,14 @@ def _parse_json_label(
         "an integer or a class name; name another field with data.label_column",
         code="data.wrong_labels",
     )
+
+
+def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the entries of a JSON object. Raises: ValueError if a key occurs twice."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("an object has two entries of one name")
+    return entries
 
 
 def _is_valid_label(label: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError, WeightsError
 from finetune.files import file_sha256, read_untrusted_json
+from finetune.log import quiet
 from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
 from finetune.models.exported import CERTIFICATE, read_export_record
 from finetune.models.lora import ADAPTER_FILES
@@ -303,7 +304,8 @@ def _results_by_seed(
         try:
             if folder == run.path.resolve() or not (folder / "recipe.yaml").is_file():
                 continue
-            recipe_of_sibling = read_recipe(sibling)
+            with quiet():  # warnings about another run
+                recipe_of_sibling = read_recipe(sibling)
             record = read_record(sibling)
             if (
                 training_identity(recipe_of_sibling, record) != own_identity

@@ -126,6 +126,7 @@ class RunDir:
         # Both files are unbuffered: on a full disk, flushing a buffer in `close` would fail again.
         self._lock: IO[bytes] | None = None
         self._metrics: IO[bytes] | None = None
+        self._metrics_size = 0  # after the last line
         self._metrics_run_id: str | None = None
         self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
 
@@ -255,13 +256,22 @@ class RunDir:
         return (self.read_json("run.json") or {}).get(key)
 
     def has_changed_metrics(self) -> bool:
-        """True if metrics.jsonl was changed after the run ended, or before it continued."""
+        """True if metrics.jsonl was changed by anything but the run."""
         record = self.read_json("run.json") or {}
         return bool(record.get("metrics_changed")) or self._has_changed("metrics_sha256")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl; warns if the file was changed since the last line."""
         path = self.path / "metrics.jsonl"
+        if self._metrics is not None and self._is_metrics_file_changed(self._metrics):
+            warn_once(
+                f"{path}: another program has replaced or changed it; lines may be missing, so "
+                "curves and claims may be wrong"
+            )
+            record = self.read_json("run.json") or {}
+            self.write_json("run.json", {**record, "metrics_changed": True})
+            self._metrics.close()
+            self._metrics = None
         if self._metrics is None:
             self._metrics_run_id = self._run_id()
         remaining = _format_metrics_line(line, run_id=self._metrics_run_id).encode()
@@ -275,6 +285,16 @@ class RunDir:
             except OSError:
                 self._metrics.truncate(end)
                 raise
+            self._metrics_size = self._metrics.tell()
+
+    def _is_metrics_file_changed(self, file: IO[bytes]) -> bool:
+        try:
+            now = (self.path / "metrics.jsonl").stat()
+        except FileNotFoundError:
+            return True
+        return (
+            not os.path.samestat(now, os.fstat(file.fileno())) or now.st_size != self._metrics_size
+        )
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, without lines that are damaged or of another run.
@@ -299,8 +319,7 @@ class RunDir:
             ) from error
         if self.has_changed_metrics():
             warn_once(
-                f"{path}: was changed after the run ended (its sha256 was not the one in "
-                "run.json); curves and claims may be wrong"
+                f"{path}: was changed after the run had written it; curves and claims may be wrong"
             )
         run_id = self._run_id()
         kept = [line for line in lines if line is not None and line.pop("run", None) == run_id]

@@ -96,10 +96,10 @@ def describe_teacher(section: DistillSection, record: Mapping[str, Any]) -> str:
 
 
 def describe_changed_metrics(record: Mapping[str, Any]) -> str:
-    """Return a warning if metrics.jsonl was changed after a run ended or stopped; else ""."""
+    """Return a warning if metrics.jsonl was changed by anything but the run; else ""."""
     if not record.get("metrics_changed"):
         return ""
-    return "metrics.jsonl was changed after the run had stopped; curves and claims may be wrong"
+    return "metrics.jsonl was changed after the run had written it; curves and claims may be wrong"
 
 
 def shard_times(source: Source) -> dict[str, str]:

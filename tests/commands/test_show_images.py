@@ -17,6 +17,7 @@ from finetune.cli.main import main
 from finetune.commands.show_images import ImageRow, draw_image_rows, show_source, show_training
 from finetune.recipe.load import parse_recipe
 from finetune.report.thumbnails import denormalize
+from finetune.run.directory import RunDir
 from finetune.training.setup import build_setup
 
 RECIPE = """
@@ -124,6 +125,13 @@ def test_training_sheet_shows_decoded_augmented_and_eval_images(
     assert min(Image.open(path).size) > 900
     show_training(parse_recipe(RECIPE, overrides=["data.train=resize"]), tmp_path / "sheet.png")
     assert drawn_sheets[1][1]["column_titles"] == ["decoded", "every epoch", "evaluation"]
+
+
+def test_changed_images_of_a_run_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir(tmp_path)
+    run.write_json("run.json", {"split_fingerprints": {"train": "0" * 64}})
+    show_training(parse_recipe(RECIPE), tmp_path / "sheet.png", run=run)
+    assert "'train' have changed since the run" in caplog.text
 
 
 def test_training_sheet_quarantines_images_as_training_does(

@@ -238,6 +238,20 @@ WRONG_LABELS: dict[str, tuple[str, str, list[Member]]] = {
         "'[1]'",
         [("a.json", b'{"label": [1]}'), ("b.json", b'{"label": 1}')],
     ),
+    "other numbers in JSON": (
+        "data.ambiguous",
+        "'1' in JSON instead of 0",
+        [("a.cls", b"0"), ("a.json", b'{"label": "1"}'), ("b.cls", b"1")],
+    ),
+    "two names of an index": (
+        "data.ambiguous",
+        "'dog' in JSON instead of 'cat'",
+        [
+            *(("a.cls", b"0"), ("a.json", b'{"label": "cat"}')),
+            *(("b.cls", b"0"), ("b.json", b'{"label": "dog"}')),
+        ],
+    ),
+    "a field twice": ("data.damaged", "two entries", [("a.json", b'{"label": 0, "label": 1}')]),
 }
 # the same, for multi-label data
 WRONG_LABEL_LISTS: dict[str, tuple[str, str, list[Member]]] = {

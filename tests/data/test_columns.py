@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refusals import refused
 from small_datasets import class_counts, random_png, write_file, write_parquet
 
 from finetune.data.open_source import open_source
@@ -35,6 +36,27 @@ def test_a_second_image_column_is_said(tmp_path: Path, caplog: pytest.LogCapture
     caplog.clear()
     open_source(f"parquet:{path}", image_column="img")
     assert not caplog.messages
+
+
+def test_a_column_that_could_name_the_splits_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [0, 1], split=["train", "test"])
+    open_source(f"parquet:{path}")
+    assert "the column 'split' is not used" in caplog.messages[0]
+    caplog.clear()
+    write_parquet(tmp_path / "d/train.parquet", [0, 1], split=["train", "train"])
+    write_parquet(tmp_path / "d/test.parquet", [0, 1], split=["test", "test"])
+    open_source(f"parquet:{tmp_path / 'd'}")
+    assert not caplog.messages
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [0, 1], other=[1, 0])
+    table = pq.read_table(path)
+    pq.write_table(table.rename_columns(["image", "label", "label"]), path)
+    with refused("data.ambiguous", "'label'"):
+        open_source(f"parquet:{path}")
 
 
 def test_a_second_label_column_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

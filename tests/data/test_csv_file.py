@@ -281,7 +281,7 @@ class TestCsvInAFolder:
         opened = open_source(f"folder:{tmp_path}/s", multilabel=True)
         assert opened.splits["test"].labels.tolist() == [[0, 1]]
 
-    @pytest.mark.parametrize("other,warns", [("fold", True), ("split", False), ("size", False)])
+    @pytest.mark.parametrize("other,warns", [("Fold", True), ("split", False), ("size", False)])
     def test_a_column_that_could_name_the_splits(
         self, other: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -290,7 +290,7 @@ class TestCsvInAFolder:
         write_csv(tmp_path, f"path,label,{other}", "x.png,a,train", "y.png,b,train")
         open_source(f"csv:{tmp_path / 'labels.csv'}")
         assert len(caplog.messages) == warns
-        assert all("the column 'fold' is not used" in line for line in caplog.messages)
+        assert all("the column 'Fold' is not used" in line for line in caplog.messages)
 
     def test_class_folders_take_precedence_with_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

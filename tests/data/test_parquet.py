@@ -56,6 +56,7 @@ def test_tiny_imagenet_with_validation_and_two_files(shared: Path) -> None:
         (["plain_text/train-0.parquet", "plain_text/test-0.parquet"], ""),
         (["default/train/0000.parquet", "default/test/0000.parquet"], ""),
         (["train/0000.parquet", "test/0000.parquet"], ""),
+        (["mnist_train.parquet", "mnist_test.PARQUET"], ""),
         (["one/train-0.parquet", "two/test-0.parquet"], "/*/*.parquet"),
         (["everything.parquet"], ""),
         (["everything.parquet"], "/everything.parquet"),

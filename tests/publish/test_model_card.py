@@ -138,7 +138,7 @@ def test_leaks_are_next_to_the_metrics() -> None:
 
 def test_changed_metrics_are_named() -> None:
     card = render_card(card_content(record={**card_content().record, "metrics_changed": True}))
-    assert "> **Changed metrics:** metrics.jsonl was changed after the run had stopped;" in card
+    assert "> **Changed metrics:** metrics.jsonl was changed after the run had written it;" in card
     assert "Changed metrics" not in render_card(card_content())
 
 

@@ -353,6 +353,25 @@ def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir)
     assert [("4 lines" in line, str(path) in line) for line in lines] == [(True, True)]
 
 
+@pytest.mark.parametrize("change", ["replace", "remove", "cut"])
+def test_metrics_that_another_program_changes_are_said(change: str, run: RunDir) -> None:
+    run.write_json("run.json", {"status": "running"})
+    for step in (1, 2):
+        run.append_metrics(metrics_line(step, 0.5))
+    path, lines = run.path / "metrics.jsonl", []
+    content = path.read_bytes()
+    if change != "cut":
+        path.unlink()
+    if change != "remove":
+        path.write_bytes(content[: len(content) // 2] if change == "cut" else content)
+    with logged(lines):
+        run.append_metrics(metrics_line(3, 0.25))
+        run.append_metrics(metrics_line(4, 0.25))
+        assert [line["step"] for line in run.read_metrics()][-2:] == [3, 4]
+    assert "has replaced or changed" in lines[0]
+    assert run.has_changed_metrics()
+
+
 def test_metrics_lines_of_another_run_are_skipped(run: RunDir, tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     other.open()

@@ -144,7 +144,7 @@ def test_files_that_are_changed_after_the_run_ended_are_noticed(
     path.write_text(path.read_text().replace("2.0", "1.0"))
     run.write_json("results.json", {"steps": 5})
     assert run.read_metrics()[0]["loss"] == 1
-    assert "metrics.jsonl: was changed after the run ended" in caplog.text
+    assert "metrics.jsonl: was changed after the run had written it" in caplog.text
     with refused("checkpoint.damaged", tmp_path / "results.json"):
         run.read_json("results.json")
     run.write_json("training_images.json", {"rows": [], "note": "of another run"})

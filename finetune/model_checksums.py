@@ -185,8 +185,11 @@ def read_checkpoint_checksums(folder: Path) -> dict[str, str]:
         return {}
     content = read_untrusted_json(path, str(path))
     try:
-        return {name: str(entry["sha256"]) for name, entry in content["files"].items()}
-    except (AttributeError, KeyError, TypeError) as error:
+        files = content["files"]
+        if content["sha256"] != json_sha256(files):
+            raise ValueError("it was changed after it was written")
+        return {name: str(entry["sha256"]) for name, entry in files.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightsError(
             f"{path}: is damaged ({type(error).__name__}: {error}); {_ADVICE}",
             code="weights.damaged",

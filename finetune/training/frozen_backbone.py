@@ -8,7 +8,6 @@ resuming and the published model work as usual.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +66,7 @@ class FrozenBackbone:
         pipeline = setup.train_pipeline if train else setup.eval_pipeline
         # Compute the identity once: it excludes the classifier, so training does not change it.
         if self._identity is None and self._accelerator.is_main_process:
-            built = dataclasses.replace(setup.built, preprocessing=setup.preprocessing)
-            self._identity = feature_identity(built, setup.eval_pipeline.transform_spec)
+            self._identity = feature_identity(setup.built, setup.eval_pipeline.transform_spec)
         loader, origin = build_feature_loader(
             split,
             network=setup.built.model,

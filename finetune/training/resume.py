@@ -146,9 +146,10 @@ def start_or_resume(
             return None
         start_step = source.newest_intact_step(steps if is_branch else None) or 0
         if (recorded_num_steps := _recorded_num_steps(record, setup)) != setup.num_steps:
+            origin = f"from step {start_step}, up to which the learning rates are the same"
             logger.info(
-                f"{source.path}: training {setup.num_steps} steps instead of {recorded_num_steps}; "
-                f"the learning rates up to step {start_step} are the same"
+                f"{source.path}: training {setup.num_steps} steps instead of {recorded_num_steps}, "
+                f"{origin if start_step else 'from scratch, because it has no checkpoint'}"
             )
     # Remove the skipped checkpoints after `start_step`, which would count as the newest.
     run.prune_checkpoints({step for step in run.checkpoint_steps() if step <= start_step})
@@ -473,7 +474,7 @@ def check_same_weights(run: RunDir, setup: TrainingSetup, record: RunRecord) -> 
 
 def _config_entries(setup: TrainingSetup) -> dict[str, dict[str, Any]]:
     """Return the entries of run.json that come from config.json: lists instead of tuples."""
-    entry = dataclasses.asdict(setup.preprocessing)
+    entry = dataclasses.asdict(setup.built.preprocessing)
     preprocessing = {key: list(v) if isinstance(v, tuple) else v for key, v in entry.items()}
     return {"preprocessing": preprocessing, "network": setup.built.network_args}
 

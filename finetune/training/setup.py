@@ -376,6 +376,7 @@ def build_setup(
 
     # Use the preprocessing of the weights, with the recipe's overrides.
     preprocessing = _override_preprocessing(recipe, built)
+    built = dataclasses.replace(built, preprocessing=preprocessing)
     eval_spec = data.eval or default_eval_spec(preprocessing)
     published_preprocessing = spec_to_preprocessing(preprocessing, eval_spec)
     if published_preprocessing is None:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from finetune.errors import HubError
 from finetune.hub import client
 from finetune.hub.download import download_hub_file, verify_checksum
+from finetune.model_checksums import add_checksums
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import resolve_weights
 from finetune.recipe.load import parse_recipe
@@ -113,6 +114,10 @@ class TestRevisions:
         torch.save(state, folder / "pytorch_model.bin")
         hub.commit(REPO, {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()})
         assert resolve_weights(f"hf-hub:{REPO}").provenance["file"] == "pytorch_model.bin"
+        config = json.loads((folder / "config.json").read_text())
+        checked = json.dumps(add_checksums(config, folder)).encode()
+        hub.commit(REPO, {"config.json": checked})  # of the removed model.safetensors
+        assert "expected model.safetensors" in weights_error_message(f"hf-hub:{REPO}")
 
     def test_timm_names_use_the_same_download(self, hub: HubServer, monkeypatch: Patch) -> None:
         entry = timm.get_pretrained_cfg("vit_tiny_patch16_224")

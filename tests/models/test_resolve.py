@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from finetune.errors import WeightsError
 from finetune.files import file_sha256
 from finetune.hub.download import download_url
-from finetune.model_checksums import add_checksums
+from finetune.model_checksums import add_checksums, json_sha256
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import locate_weights, resolve_weights
 
@@ -60,6 +60,16 @@ class TestFolder:
         folder.rename(run / "model")
         assert locate_weights(str(run)) == run / "model"
         assert resolve_weights(str(run)).class_names == ["ant", "bee", "cat"]
+
+    def test_a_folder_named_like_a_network_of_timm(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "vit_tiny_patch16_224"
+        folder.rename(folder.with_name(name))
+        monkeypatch.chdir(folder.parent)
+        with refused("weights.ambiguous", f"./{name}"):
+            resolve_weights(name)
+        assert resolve_weights(f"./{name}").class_names == ["ant", "bee", "cat"]
 
     def test_reads_only_the_config_without_pretrained(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -186,7 +196,7 @@ class TestFiles:
         file, args = folder / "model.safetensors", {"architecture": "vit_tiny_patch16_224"}
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(add_checksums(config, folder)))
-        manifest = {"files": {file.name: {"sha256": file_sha256(file)}}}
+        files = {file.name: {"sha256": file_sha256(file)}}
         resolve_weights(str(file), args=args)
         state = load_file(file)
         save_file({name: tensor + 1 for name, tensor in state.items()}, file)
@@ -194,8 +204,13 @@ class TestFiles:
             resolve_weights(str(file), args=args)
         (folder / "config.json").unlink()
         resolve_weights(str(file), args=args)
-        (folder / "manifest.json").write_text(json.dumps(manifest))  # a checkpoint
+        checkpoint = {"files": files, "sha256": json_sha256(files)}
+        (folder / "manifest.json").write_text(json.dumps(checkpoint))
         with refused("weights.damaged", file.name):
+            resolve_weights(str(file), args=args)
+        files[file.name]["sha256"] = file_sha256(file)
+        (folder / "manifest.json").write_text(json.dumps(checkpoint))
+        with refused("weights.damaged", "manifest.json"):
             resolve_weights(str(file), args=args)
 
     def test_rejects_code_before_asking_for_an_architecture(self, tmp_path: Path) -> None:

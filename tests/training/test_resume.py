@@ -223,14 +223,22 @@ def test_resume_refuses_weights_with_another_config(run: RunDir, tmp_path: Path)
     config_path = tmp_path / "net" / "config.json"
 
     def setup() -> TrainingSetup:
+        # with a filter for the published model that training does not use
+        evaluation = "data.eval=resize(interpolation='bilinear')"
         return make_setup(
-            f"model.name={tmp_path / 'net'}", "model.pretrained=true", "model.args={}"
+            *(f"model.name={tmp_path / 'net'}", "model.pretrained=true", "model.args={}"),
+            *("data.train=resize", evaluation),
         )
 
     start(run, setup())
     save(run, 2)
     assert start(run, setup(), resume=True) == 2
     config = json.loads(config_path.read_text())
+    config["pretrained_cfg"]["interpolation"] = "nearest"
+    config_path.write_text(json.dumps(config))
+    with refused("weights.wrong_version", tmp_path / "net", "interpolation", "now nearest"):
+        start(run, setup(), resume=True)
+    del config["pretrained_cfg"]["interpolation"]
     config["pretrained_cfg"]["mean"] = [0.7, 0.8, 0.9]
     config_path.write_text(json.dumps(config))
     with refused("weights.wrong_version", tmp_path / "net", "[0.7, 0.8, 0.9]"):

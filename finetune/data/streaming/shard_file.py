@@ -65,19 +65,26 @@ class LocalFile:
         modified_ns: modification time in nanoseconds when the source was opened.
         changed_ns: ctime in nanoseconds when the source was opened; unlike the modification time, a
             program cannot set it back.
+        file_id: device and inode, which differ if a link leads to another file.
     """
 
     path: Path
     size: int
     modified_ns: int
     changed_ns: int
+    file_id: tuple[int, int]
 
     @classmethod
     def from_path(cls, path: Path) -> LocalFile:
-        """Record size and times. Raises: DataError if it cannot be read."""
+        """Record size, times and inode. Raises: DataError if the file cannot be read."""
         with _open_local(path) as stream:
-            stat = os.fstat(stream.fileno())
-        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            return cls._from_stream(path, stream)
+
+    @classmethod
+    def _from_stream(cls, path: Path, stream: IO[bytes]) -> LocalFile:
+        stat = os.fstat(stream.fileno())
+        file_id = (stat.st_dev, stat.st_ino)
+        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, file_id)
 
     @property
     def display_name(self) -> str:
@@ -98,12 +105,12 @@ class LocalFile:
             with _open_local(self.path) as stream:
                 stream.seek(offset)
                 part = stream.read(length)
-                stat = os.fstat(stream.fileno())  # after the read, to detect a change during it
+                # after the read, to detect a change during it
+                current = LocalFile._from_stream(self.path, stream)
         except DataError as error:
             if error.code == "data.not_found":  # also if only for a moment: it existed before
                 raise DataError(f"{error}; {_RESTORE_HINT}", code="data.changed") from None
             raise
-        current = LocalFile(self.path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         if current != self or len(part) != length:
             raise DataError(
                 f"{self.path}: has changed since it was opened; {_RESTORE_HINT}",

@@ -85,6 +85,12 @@ def _resolve_source(name: str, pretrained: bool, args: Mapping[str, Any]) -> Wei
         return _from_hub(name, pretrained)
     architecture, _ = split_model_name_tag(name)
     if timm.is_model(architecture) and not name.startswith((".", "/", "~")):
+        if any((Path(name) / file).exists() for file in ("run.json", "config.json", "model")):
+            raise WeightsError(
+                f"model '{name}': both a network of timm and a folder with a model; write "
+                f"./{name} for the folder, or rename it",
+                code="weights.ambiguous",
+            )
         return _from_registry(name, pretrained)
     path = locate_weights(name)
     if path is None:
@@ -219,7 +225,8 @@ def _from_hub(name: str, pretrained: bool) -> Weights:
     file = download_first(
         repository, WEIGHT_FILES, file.commit or revision or None, display_name=name
     )
-    return _add_tensors(file.path, weights, file.sha256, checksums)
+    path = _require_own_weights(file.path, checksums, source=name)
+    return _add_tensors(path, weights, file.sha256, checksums)
 
 
 def _from_transformers(name: str, pretrained: bool) -> Weights:
@@ -252,13 +259,21 @@ def _from_folder(folder: Path, pretrained: bool, *, source: str) -> Weights:
     checksums = read_checksums(folder, source=source)
     if not pretrained:
         return weights
-    path = find_weights_file(folder)
+    path = _require_own_weights(find_weights_file(folder), checksums, source=source)
+    return _add_tensors(path, weights, checksums=checksums)
+
+
+def _require_own_weights(path: Path | None, checksums: Mapping[str, str], *, source: str) -> Path:
+    """Return the weights file of a config.json.
+
+    Raises: WeightsError if there is none, or if config.json has checksums of another one.
+    """
     if path is None or (checksums and path.name not in checksums):
         raise WeightsError(
             f"{source}: no weights next to config.json; expected model.safetensors",
             code="weights.not_found",
         )
-    return _add_tensors(path, weights, checksums=checksums)
+    return path
 
 
 def find_weights_file(folder: Path) -> Path | None:

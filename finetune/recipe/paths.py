@@ -310,10 +310,10 @@ def _source_from_path(text: str) -> str:
         return f"parquet:{text}"
     entries = list(folder.glob("[!.]*"))
     if not any(entry.is_dir() for entry in entries):
-        if any(entry.suffix == ".parquet" for entry in entries):
-            return f"parquet:{text}"
-        if any(entry.suffix == ".tar" for entry in entries):
-            return f"tar:{text.rstrip('/')}/*.tar"
+        suffixes = {entry.suffix.lower() for entry in entries}
+        for suffix in (".parquet", ".tar"):
+            if suffix in suffixes:
+                return f"{suffix[1:]}:{text}"
     return f"folder:{text}"
 
 

@@ -113,7 +113,8 @@ def average_runs(
     members = [_load_run(run, data) for run in runs]
     for member in members[1:]:
         _check_compatible(members[0], member)
-    if len({member.record["id"] for member in members}) < len(members):  # copies, too
+    ids = {member.record.get("id", member.run.path) for member in members}  # equal for copies
+    if len(ids) < len(members):
         raise RecipeError(
             "RUN: the same run is given twice; give each run once", code="recipe.conflict"
         )

@@ -60,6 +60,7 @@ from finetune.run.directory import RunDir
 from finetune.training.accelerator import create_accelerator
 from finetune.training.resume import check_no_existing_run
 from finetune.training.setup import build_setup
+from finetune.training.stages import has_stage
 
 __all__ = [
     "Choice",
@@ -207,7 +208,7 @@ def open_new_run(out: str | Path) -> Iterator[RunDir]:
     """
     with contextlib.closing(RunDir(out)) as run:
         run.open()
-        check_no_existing_run(run)
+        check_no_existing_run(run, has_stage=has_stage(run.path))
         yield run
 
 

@@ -196,7 +196,7 @@ def _cache_key(file: ShardFile, image_suffix: str | None, label_field: str | Non
         content = file.etag
     if not content:
         return None
-    file_name = file.display_name
+    file_name = file.cache_id
     # a Last-Modified time may be the same for other files, so the key needs the full URL
     if isinstance(file, RemoteFile) and content.endswith("GMT"):
         file_name = file.url

@@ -34,6 +34,7 @@ from finetune.demo.model_summary import (
 from finetune.demo.server import run_server
 from finetune.demo.uploads import temporary_workspace
 from finetune.errors import Interrupted, RecipeError, SetupError
+from finetune.files import file_sha256
 from finetune.formatting import pluralize
 from finetune.hub.download import download_hub_file
 from finetune.inference import Classifier
@@ -86,7 +87,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
     # load the model first, so that no Space is written that cannot start
     classifier = Classifier.load(model, device="cpu")
     reference, license_id = _hub_reference_and_license(model)
-    export_info = {
+    export_info: dict[str, Any] = {
         "made_by": _MADE_BY,
         "model": reference,
         "eval": classifier.pipeline.transform_spec,
@@ -100,6 +101,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         examples = copy_example_images(model, target / "examples")
         if reference is None:
             _copy_model(model, target / "model")
+            export_info["model_sha256"] = _hash_model(target / "model")
         _copy_package(target / "finetune")
         (target / "app.py").write_text(_APP_SOURCE, encoding="utf-8")
         (target / "requirements.txt").write_text(_requirements_text(), encoding="utf-8")
@@ -141,6 +143,11 @@ def run_space(folder: Path) -> None:
         folder: the folder that `export_space` wrote.
     """
     exported = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
+    if exported["model"] is None and exported["model_sha256"] != _hash_model(folder / "model"):
+        raise SystemExit(
+            f"{folder / 'model'}: is not the exported model, so the accuracy on this page would be "
+            f"wrong; write the folder again: finetune demo MODEL --export-space {folder}"
+        )
     classifier = _load_exported_classifier(
         exported["model"] or str(folder / "model"), exported["eval"], exported["decode_size"]
     )
@@ -253,6 +260,10 @@ def _copy_model(model: str, target: Path) -> None:
     target.mkdir()
     shutil.copyfile(folder / "config.json", target / "config.json")
     shutil.copyfile(weights, target / "model.safetensors")
+
+
+def _hash_model(folder: Path) -> dict[str, str]:
+    return {name: file_sha256(folder / name) for name in ("config.json", "model.safetensors")}
 
 
 def _copy_package(target: Path) -> None:

@@ -318,7 +318,7 @@ def _not_measured(reason: str) -> dict[str, Any]:
 
 def _parse_epoch(when: str, prefix: str) -> int | None:
     """Parse N from "{prefix} N"; None if the text does not match."""
-    match = re.fullmatch(rf"{prefix} (\d+)", when)
+    match = re.fullmatch(rf"{prefix} (\d{{1,9}})", when)
     return int(match[1]) if match else None
 
 

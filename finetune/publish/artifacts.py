@@ -42,6 +42,7 @@ __all__ = [
     "PUBLISHED_ADAPTER_FILES",
     "PUBLISHED_FILES",
     "base_model",
+    "keep_other_files",
     "publishable_recipe",
     "read_certificate",
     "rewrite_artifacts",
@@ -247,6 +248,22 @@ def rewrite_artifacts(
         )
 
     run.publish_model(write, num_bytes=1 << 20)
+
+
+def keep_other_files(run: RunDir, folder: Path) -> None:
+    """Copy what others have put into a run's model/, such as examples, into the new folder.
+
+    An exported model is left out, because it has the weights of the old one.
+    """
+    own_names = {name.partition("/")[0] for name in (*PUBLISHED_FILES, *EXPORT_FILES, "adapter")}
+    for path in run.model_folder.iterdir() if run.model_folder.is_dir() else ():
+        if path.name in own_names:
+            continue
+        target = folder / path.name
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, target, symlinks=True, copy_function=_link_or_copy)
+        elif path.is_symlink() or path.is_file():
+            shutil.copy2(path, target, follow_symlinks=False)
 
 
 def publishable_recipe(recipe: Recipe) -> Recipe:

@@ -317,7 +317,7 @@ class DataSection(Section):
         None, description="transforms for evaluation; null: those of the pretrained weights"
     )
     batch_size: Integer = Field(
-        64, ge=1, description="images per optimizer step, over all processes"
+        64, ge=1, le=10**9, description="images per optimizer step, over all processes"
     )
     micro_batch: MicroBatchSize | None = Field(
         None,
@@ -661,6 +661,7 @@ class RunSection(Section):
     timeout_seconds: FiniteFloat = Field(
         1800.0,
         gt=0,
+        le=1e7,
         description="longest wait for other processes; the limit for one batch of images is half "
         "of it",
     )

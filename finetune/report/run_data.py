@@ -237,6 +237,7 @@ def read_run(path: Path) -> Run:
     check_run_directory(path)
     record, results = _read_json(path, "run.json"), _read_json(path, "results.json")
     history = RunDir(path).read_metrics()
+    record["metrics_changed"] = RunDir(path).has_changed_metrics()
     if not history and not results:
         status = record.get("status", "unknown")
         raise CheckpointError(

@@ -59,8 +59,13 @@ def run_status(run: Run) -> Row:
     status = str(run.record.get("status", "unknown"))
     steps, last_step = run.plan.get("steps"), run.history[-1]["step"] if run.history else 0
     progress = f"{format_count(last_step)} of {format_count(steps)} steps"
-    # a run writes its page just before its status becomes "done"
-    has_ended = status == "running" and last_step > 0 and run.results.get("steps") == last_step
+    # A run writes its page just before its status becomes "done". If it continues later, with
+    # another length, run.json has no sha256 of a model until its end.
+    has_ended = (
+        status == "running"
+        and "model_sha256" in run.record
+        and run.results.get("steps") == last_step
+    )
     if status == "done" or has_ended:
         return {"kind": "done", "text": "done"}
     if status == "running":

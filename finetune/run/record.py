@@ -43,6 +43,7 @@ __all__ = [
     "record_status",
     "shard_times",
     "training_identity",
+    "update_record",
     "warn_of_copied_shards",
     "write_record",
 ]
@@ -137,8 +138,18 @@ def warn_of_copied_shards(
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Read run.json; empty if it does not exist. Raises: same as `RunDir.read_json`."""
-    return cast(RunRecord, run.read_json("run.json") or {})
+    """Read run.json; empty if it does not exist.
+
+    Raises: CheckpointError if it has no entries, or as `RunDir.read_json`.
+    """
+    record = run.read_json("run.json")
+    if record == {}:
+        raise CheckpointError(
+            f"{run.path / 'run.json'}: has no entries, so the run cannot be checked; restore it "
+            "from a copy",
+            code="checkpoint.damaged",
+        )
+    return cast(RunRecord, record or {})
 
 
 def read_recipe(run: RunDir) -> Recipe:
@@ -204,6 +215,18 @@ def load_run_recipe(run: str | Path, *, data: str | None = None) -> Recipe | Non
 def write_record(run: RunDir, record: RunRecord) -> None:
     """Write run.json atomically."""
     run.write_json("run.json", dict(record))
+
+
+def update_record(run: RunDir, changes: RunRecord) -> None:
+    """Replace some entries of run.json. Raises: CheckpointError if it was removed."""
+    record = read_record(run)
+    if not record:
+        raise CheckpointError(
+            f"{run.path / 'run.json'}: was removed during the run, so nothing of it can be checked "
+            "later; restore it from a copy, or train in another --out",
+            code="checkpoint.damaged",
+        )
+    write_record(run, cast(RunRecord, {**record, **changes}))
 
 
 def training_identity(recipe: Recipe, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,12 +323,14 @@ def record_status(run: RunDir, *, is_main_process: bool) -> Iterator[None]:
     """Write status, error code and checksums to run.json when the block ends.
 
     The status is "done", "stopped (exit code)" or "failed (exit code)".
+
+    Raises: CheckpointError if run.json was removed in a block that succeeds.
     """
 
     def write(status: str, error_code: str | None = None) -> None:
-        if is_main_process and (record := read_record(run)):
+        if is_main_process:
             ended = {"status": status, "error_code": error_code, **run.checksums()}
-            write_record(run, cast(RunRecord, {**record, **ended}))
+            update_record(run, cast(RunRecord, ended))
 
     try:
         yield

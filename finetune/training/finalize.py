@@ -25,11 +25,21 @@ from finetune.model_checksums import read_checksums
 from finetune.models.lora import save_adapter
 from finetune.models.save import save_model
 from finetune.precision import autocast_dtype
-from finetune.publish.artifacts import base_model, rewrite_artifacts, write_artifacts
+from finetune.publish.artifacts import (
+    base_model,
+    keep_other_files,
+    rewrite_artifacts,
+    write_artifacts,
+)
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import training_keys
 from finetune.run.directory import RunDir
-from finetune.run.record import describe_changed_metrics, read_record, write_record
+from finetune.run.record import (
+    describe_changed_metrics,
+    read_record,
+    update_record,
+    write_record,
+)
 from finetune.training.accelerator import run_on_main
 from finetune.training.sanity import check_results, raise_if_diverged
 from finetune.training.setup import TrainingSetup
@@ -160,7 +170,7 @@ def warn_of_equal_pixels(run: RunDir, *loaders: AnyLoader | None) -> None:
     record = read_record(run)
     known = record.get("leakage", [])
     if new := [line for line in find_equal_pixels(stores) if line not in known]:
-        write_record(run, {**record, "leakage": [*known, *new]})
+        update_record(run, {"leakage": [*known, *new]})
     for line in new:
         logger.warning(line)
 
@@ -280,9 +290,10 @@ def _write_model_folder(
         results["model_sha256"] = read_checksums(folder, source=str(run.path))["model.safetensors"]
         repository = trainer.recipe.run.push_to
         write_artifacts(folder, run, results, repository=repository, with_plots=False)
+        keep_other_files(run, folder)
 
     run.publish_model(write, num_bytes=sum(tensor.nbytes for tensor in weights.values()))
-    write_record(run, {**read_record(run), "model_sha256": results["model_sha256"]})
+    update_record(run, {"model_sha256": results["model_sha256"]})
 
 
 def _use_full_split_indices(

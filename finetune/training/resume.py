@@ -34,12 +34,13 @@ from finetune.run.record import (
     read_recipe,
     read_record,
     shard_times,
+    update_record,
     warn_of_copied_shards,
     write_record,
 )
 from finetune.run.schema import PlanRecord, RunRecord, TeacherRecord
 from finetune.training.setup import TrainingSetup
-from finetune.training.stages import first_stage_started
+from finetune.training.stages import first_stage_started, has_stage
 
 __all__ = [
     "check_no_existing_run",
@@ -92,7 +93,8 @@ def start_or_resume(
         CheckpointError if no checkpoint is intact.
     """
     if not resume:
-        check_no_existing_run(run)
+        # with stages, they are trained by now
+        check_no_existing_run(run, has_stage=not setup.recipe.optim.stages and has_stage(run.path))
     record = read_record(run)
     fingerprints = setup.fingerprints()
     is_done = _is_done(run, record)
@@ -314,7 +316,7 @@ def _copy_history(source: RunDir, run: RunDir, *, step: int) -> None:
     run.copy_checkpoint(source, step)
 
 
-def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
+def check_no_existing_run(run: RunDir, *, has_stage: bool) -> None:
     """Raise SetupError if the folder holds a finished run or one with checkpoints.
 
     Args:
@@ -327,7 +329,8 @@ def check_no_existing_run(run: RunDir, *, has_stage: bool = False) -> None:
             f"{run.path}: already contains a finished run; start a new one with {_new_out(run)}",
             code="setup.run_exists",
         )
-    if has_stage or run.checkpoint_steps() or (run.path / SEARCH_FILE).is_file():
+    has_search = any((run.path / name).exists() for name in (SEARCH_FILE, "trials"))
+    if has_stage or run.checkpoint_steps() or has_search:
         raise SetupError(
             f"{run.path}: already contains a run ({record.get('status', 'unknown')}); continue it: "
             f"{resume_command(run.path)}, or start a new one with {_new_out(run)}",
@@ -577,4 +580,4 @@ def record_plan(
                 "lists those that cannot be read)",
                 code="data.changed",
             )
-    write_record(run, {**record, "plan": cast(PlanRecord, plan)})
+    update_record(run, {"plan": cast(PlanRecord, plan)})

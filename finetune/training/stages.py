@@ -13,7 +13,7 @@ from typing import Any
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
 
-__all__ = ["first_stage_started", "stage_folder", "stage_recipes"]
+__all__ = ["first_stage_started", "has_stage", "stage_folder", "stage_recipes"]
 
 
 def stage_folder(out: str | Path, number: int) -> Path:
@@ -22,8 +22,13 @@ def stage_folder(out: str | Path, number: int) -> Path:
 
 
 def first_stage_started(recipe: Recipe, out: str | Path) -> bool:
-    """Return whether the first stage of a run has a checkpoint."""
-    return bool(recipe.optim.stages) and bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
+    """Return whether the first stage of a recipe has a checkpoint in a run directory."""
+    return bool(recipe.optim.stages) and has_stage(out)
+
+
+def has_stage(out: str | Path) -> bool:
+    """Return whether a run directory has a checkpoint of a first stage."""
+    return bool(RunDir(stage_folder(out, 1)).checkpoint_steps())
 
 
 def stage_recipes(recipe: Recipe) -> list[Recipe]:

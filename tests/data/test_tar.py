@@ -356,6 +356,19 @@ class TestHttpServer:
             assert copy.fingerprint == split.fingerprint  # the data may have moved
             assert copy.cache_key() != split.cache_key()
 
+    def test_a_query_may_select_the_shard(self, server: RangeServer) -> None:
+        """Of two files, a server may send one ETag; a signature is no other file."""
+        server.validator = "one"
+        splits = []
+        for query, labels in (("a", b"01"), ("b", b"10"), ("b&X-Amz-Signature=1", b"10")):
+            members = [("0.cls", labels[:1]), ("0.png", random_png(1))]
+            members += [("1.cls", labels[1:]), ("1.png", random_png(2))]
+            write_file(server.folder / "get", tar_bytes(members))
+            splits.append(open_source(f"tar:{server.url}/get?file={query}").splits["train"])
+        assert [split.labels.tolist() for split in splits] == [[0, 1], [1, 0], [1, 0]]
+        keys = [split.cache_key() for split in splits]
+        assert keys[0] != keys[1] == keys[2]
+
     def test_server_without_etag_and_date(self, server: RangeServer) -> None:
         """No cached content may be used for another file; all images have one size."""
         images = [bmp_bytes(shade) for shade in (0, 90)]

@@ -30,10 +30,10 @@ from demo_server import (
 from logs import logged
 from PIL import Image
 from refusals import refused
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetune.demo import space
-from finetune.demo.space import export_space
+from finetune.demo.space import export_space, run_space
 from finetune.hub.download import CachedHubFile
 from finetune.inference import Classifier
 
@@ -204,6 +204,16 @@ builtins.__import__ = guarded
 sys.path.insert(0, ".")
 runpy.run_path("app.py", run_name="__main__")
 """
+
+
+def test_a_space_with_another_model_does_not_start(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "space"
+    shutil.copytree(exported, folder)
+    weights = folder / "model" / "model.safetensors"
+    state = load_file(weights)
+    save_file({name: tensor + 1 for name, tensor in state.items()}, weights)
+    with pytest.raises(SystemExit, match="is not the exported model"):
+        run_space(folder)
 
 
 def test_required_packages_match_setup_cfg(repository: Path) -> None:

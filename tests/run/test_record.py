@@ -55,7 +55,7 @@ def test_unknown_and_missing_keys_are_kept(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"status": 7}', '{"plan": {"steps": 0}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"status": 7}', '{"plan": {"steps": 0}}'])
 def test_damaged_record_is_refused_and_left_unchanged(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with refused("checkpoint.damaged", "run.json"):
@@ -87,8 +87,10 @@ def test_status_records_how_the_run_ended(
     assert read_record(run) == {"status": status, "error_code": code, "num_processes": 2}
 
 
-def test_run_that_never_started_gets_no_record(tmp_path: Path) -> None:
-    with run_that_ends_with(RunDir(tmp_path), None):
+def test_a_run_whose_record_was_removed_is_not_done(tmp_path: Path) -> None:
+    with run_that_ends_with(RunDir(tmp_path), DataError("broken")):
+        pass
+    with refused("checkpoint.damaged", "run.json"), run_that_ends_with(RunDir(tmp_path), None):
         pass
     assert list(tmp_path.iterdir()) == []
 

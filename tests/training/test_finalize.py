@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,22 @@ def test_unreadable_test_image_does_not_prevent_publishing_the_model(
     model = tmp_path / "run" / "model"
     assert {"config.json", "model.safetensors", "README.md"} <= set(os.listdir(model))
     assert not (tmp_path / "run" / "results.json").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_other_files_in_the_model_folder_are_kept(
+    finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run[0], run)
+    (run / "model" / "examples").mkdir()
+    (run / "model" / "examples" / "a.png").write_bytes(b"an example")
+    (run / "model" / "model.onnx").write_bytes(b"of the old weights")
+    (run / "model" / "model.safetensors").write_bytes(b"damaged")
+    train(parse_recipe(RECIPE), run, resume=True)
+    assert (run / "model" / "examples" / "a.png").read_bytes() == b"an example"
+    assert not (run / "model" / "model.onnx").exists()
+    assert evaluate_model(str(run))["top1"] == finished_run[1]["test"]["top1"]
 
 
 def test_failed_report_does_not_fail_the_run(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -194,6 +194,8 @@ def test_a_stage_that_the_recipe_no_longer_has_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train_until_killed(5, make_recipe(), tmp_path / "run")
+    with refused("setup.run_exists"):
+        train(make_recipe("optim.stages=[]"), tmp_path / "run")
     train(make_recipe("optim.stages=[]"), tmp_path / "run", resume=True)
     assert "a stage of this run was trained, but the recipe has no optim.stages" in caplog.text
 

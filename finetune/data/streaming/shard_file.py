@@ -7,6 +7,7 @@ range, so they could mix the bytes of two versions of a file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from huggingface_hub import constants, hf_hub_url, hf_raise_for_status
 from huggingface_hub.errors import HTTPError
@@ -52,6 +53,12 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # bytes of a URL do not change. This dict has no lock: a lock that another thread holds during a
 # fork is never released.
 store_urls: dict[str, str] = {}
+# Parameters of a query that change with each signature of a URL (S3, Google, Azure, CloudFront,
+# nginx); the others may select another file.
+_SIGNATURE_PARAMETER = re.compile(
+    r"(?i)x-(?:amz|goog|oss)-.*|(?:aws|oss)?accesskeyid|googleaccessid|key-pair-id|policy|auth"
+    r"|expires|signature|sig|md5|.*token|s[eprstv]|srt|spr|sk(?:oid|tid|[tesv])"
+)
 _RESTORE_HINT = "restore it and start again (files must not change during a run)"
 
 
@@ -89,6 +96,11 @@ class LocalFile:
     @property
     def display_name(self) -> str:
         """The file's name in messages."""
+        return str(self.path)
+
+    @property
+    def cache_id(self) -> str:
+        """What tells the file from others in the keys of caches."""
         return str(self.path)
 
     @property
@@ -172,6 +184,15 @@ class RemoteFile:
         """
         url = hf_hub_url(repo_id, path, repo_type="dataset", revision=commit)
         return cls(url, path, f"{source} {path}")._opened()
+
+    @property
+    def cache_id(self) -> str:
+        """What tells the file from others in the keys of caches: not its signature."""
+        query = parse_qsl(urlsplit(self.url).query, keep_blank_values=True)
+        selecting = [pair for pair in query if not _SIGNATURE_PARAMETER.fullmatch(pair[0])]
+        if not selecting:
+            return self.display_name
+        return f"{self.display_name} {hashlib.sha256(repr(selecting).encode()).hexdigest()}"
 
     def _opened(self) -> RemoteFile:
         store_urls.pop(self.url, None)  # only the Hub itself sends the ETag

@@ -102,7 +102,7 @@ class StreamedImages:
 
     def __init__(self, shards: Sequence[ReadableShard], column: str) -> None:
         self._shards, self._column = list(shards), column
-        self.origin = "\n".join(shard.file.display_name for shard in self._shards)
+        self.origin = "\n".join(shard.file.cache_id for shard in self._shards)
         lengths = [shard.group_lengths() for shard in self._shards]
         # for each row group: its shard, and its index in the shard
         self._shard_groups = [(s, g) for s, each in enumerate(lengths) for g in range(len(each))]

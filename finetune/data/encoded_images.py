@@ -64,6 +64,7 @@ class EncodedImages(Protocol):
     def encoded_sizes(self) -> np.ndarray: ...
     def stat_signatures(self, rows: np.ndarray) -> np.ndarray: ...
     def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None: ...
+    def recorded_digests(self, rows: np.ndarray) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,10 @@ class TableImages:
         if any(chunk.encoded_images.null_count for chunk in self._chunks):
             self._digests.record(rows, digests)
 
+    def recorded_digests(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the digests (n, 16) of some rows; None unless all of them are recorded."""
+        return self._digests.get(rows)
+
 
 def _encoded_sizes(chunk: TableChunk) -> np.ndarray:
     lengths = pc.binary_length(chunk.encoded_images)
@@ -271,6 +276,10 @@ class FileImages:
         """Record digests (n, 16) of some rows."""
         self._digests.record(rows, digests)
 
+    def recorded_digests(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the digests (n, 16) of some rows; None unless all of them are recorded."""
+        return self._digests.get(rows)
+
 
 def binary_array(values: Sequence[bytes | memoryview]) -> pa.LargeBinaryArray:
     """Return an Arrow array of bytes; `pa.array` would import pandas."""
@@ -326,6 +335,9 @@ class ArrayImages:
     def record_digests(self, rows: np.ndarray, digests: np.ndarray) -> None:
         """Do nothing, because the images cannot change."""
 
+    def recorded_digests(self, rows: np.ndarray) -> None:
+        """Return None, because none are recorded."""
+
 
 class ConcatImages:
     """Concatenation of two collections of images."""
@@ -380,3 +392,14 @@ class ConcatImages:
         in_second = rows >= len(self._first)
         self._first.record_digests(rows[~in_second], digests[~in_second])
         self._second.record_digests(rows[in_second] - len(self._first), digests[in_second])
+
+    def recorded_digests(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the digests (n, 16) of some rows; None unless all of them are recorded."""
+        in_second = rows >= len(self._first)
+        first = self._first.recorded_digests(rows[~in_second])
+        second = self._second.recorded_digests(rows[in_second] - len(self._first))
+        if first is None or second is None:
+            return None
+        digests = np.empty((len(rows), first.shape[1]), dtype=np.uint8)
+        digests[~in_second], digests[in_second] = first, second
+        return digests

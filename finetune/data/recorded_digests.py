@@ -64,6 +64,12 @@ class RecordedDigests:
         self._digests_N16[rows] = digests_n16
         self._is_recorded_N[rows] = True
 
+    def get(self, rows: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        """Return the digests (n, 16) of some rows; None if one of them is not recorded."""
+        if self._digests_N16 is None or not self._is_recorded_N[rows].all():
+            return None if len(rows) else np.zeros((0, DIGEST_BYTES), dtype=np.uint8)
+        return self._digests_N16[rows]
+
     @contextlib.contextmanager
     def open(self, row: int, path: Path) -> Iterator[IO[bytes]]:
         """Open the file of an image to read it inside the `with` block.

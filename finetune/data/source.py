@@ -126,8 +126,10 @@ class Split:
 
         From the first access on, `decode` raises a DataError for an image whose content differs.
         """
-        digests = compute_digests(self.images, self.image_rows)
-        self.images.record_digests(self.image_rows, digests)
+        digests = self.images.recorded_digests(self.image_rows)  # by another split of the images
+        if digests is None:
+            digests = compute_digests(self.images, self.image_rows)
+            self.images.record_digests(self.image_rows, digests)
         return digests
 
     def use_digests(self, digests: np.ndarray) -> None:

@@ -321,6 +321,9 @@ class TarImages:
     def record_digests(self, rows: NDArray[np.int64], digests: NDArray[np.uint8]) -> None:
         """Do nothing, because `LocalFile.read` detects a changed shard."""
 
+    def recorded_digests(self, rows: NDArray[np.int64]) -> None:
+        """Return None, because none are recorded."""
+
 
 def _stream_shards(shards: Sequence[TarShard]) -> StreamedImages:
     # drop the labels: the split holds them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -309,6 +310,26 @@ def test_other_processes_do_not_compare_the_content_again(
         split.decode(2)
     with refused("data.changed", "6 images", "5 on rank 0"):
         split.use_digests(split.digests[:5])
+
+
+@pytest.mark.parametrize("derive", ["subset", "replace", "merge"])
+def test_derived_splits_use_the_digests_of_another_process(derive: str, tmp_path: Path) -> None:
+    """Otherwise, a rank would accept its own copy of an image that differs from that of rank 0."""
+    counts = {"train/a": 3, "train/b": 1, "val/a": 1, "val/b": 1}
+    opened = open_source(write_image_folder(tmp_path / "d", counts))
+    for split in opened.splits.values():
+        split.use_digests(split.digests.copy())
+    write_file(tmp_path / "d/train/a/2.png", random_png(99))
+    train = opened.splits["train"]
+    derived = {
+        "subset": lambda: train.subset(np.array([2])),
+        "replace": lambda: dataclasses.replace(train, decode_size=4),
+        "merge": lambda: merge_val(opened).splits["train"],
+    }[derive]()
+    assert derived.digests.size
+    changed = [name for name in range(len(derived)) if derived.name_of(name) == train.name_of(2)]
+    with refused("data.changed", "2.png"):
+        derived.decode(changed[0])
 
 
 def test_a_change_within_a_streamed_file_changes_the_cache_key(tmp_path: Path) -> None:

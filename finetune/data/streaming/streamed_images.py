@@ -219,6 +219,9 @@ class StreamedImages:
     def record_digests(self, rows: NDArray[np.int64], digests: NDArray[np.uint8]) -> None:
         """Do nothing, because `ShardFile.read` detects a changed shard."""
 
+    def recorded_digests(self, rows: NDArray[np.int64]) -> None:
+        """Return None, because none are recorded."""
+
     def fingerprint(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> str:
         """Return a sha256 over image column, shards, rows and their labels, in order."""
         column = self._column.encode()

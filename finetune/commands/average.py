@@ -39,7 +39,7 @@ from finetune.publish.artifacts import write_averaged_artifacts
 from finetune.publish.push_checks import is_run_dir
 from finetune.ranks import local_world_size
 from finetune.recipe.schema import Recipe
-from finetune.run.directory import RunDir
+from finetune.run.directory import RunDir, unique_run_names
 from finetune.run.record import (
     describe_split_decisions,
     differing_inputs,
@@ -129,7 +129,7 @@ def average_runs(
     check_same_on_all_ranks(
         {"weights of the runs": [member.record.get("model_sha256") for member in members]}
     )
-    names = [member.run.path.resolve().name for member in members]
+    names = unique_run_names([member.run.path for member in members])
     leaks = _find_leaks(members, names, setup.source) if accelerator.is_main_process else []
     network = setup.built.model
     pretrained_state = {k: v.clone() for k, v in network.state_dict().items()}
@@ -148,7 +148,7 @@ def average_runs(
             setup, pretrained_state, first.state_dict, alphas, evaluate_weights
         )
     else:
-        kind, tried, chosen, state = _build_soup(members, evaluate_weights, greedy=greedy)
+        kind, tried, chosen, state = _build_soup(members, names, evaluate_weights, greedy=greedy)
     network.load_state_dict(state)
     evaluator = Evaluator(val_loader, accelerator, fit_calibration=True)
     evaluator.evaluate(network, batch_size=batch_size, progress=True)
@@ -266,13 +266,17 @@ def _run_wise_ft(
 
 def _build_soup(
     members: Sequence[_LoadedRun],
+    names: Sequence[str],
     evaluate_weights: Callable[[StateDict], dict[str, float]],
     *,
     greedy: bool,
 ) -> tuple[str, list[dict[str, Any]], str, StateDict]:
     """Average all runs, or the runs that a greedy soup selects. Returns: see `_run_wise_ft`."""
     tried: list[dict[str, Any]]
-    tried = [{"name": m.run.path.resolve().name, **evaluate_weights(m.state_dict)} for m in members]
+    tried = [
+        {"name": name, **evaluate_weights(member.state_dict)}
+        for name, member in zip(names, members, strict=True)
+    ]
     if not greedy:
         state = mean_weights([member.state_dict for member in members])
         tried.append({"name": "mean", **evaluate_weights(state)})

@@ -103,6 +103,8 @@ def decode_image(
             return _decode_stream(stream, decode_size, buffer)
     except DataError as error:
         cause, code = str(error), error.code
+    except MemoryError:  # the image may be intact
+        raise
     # PIL's readers raise nearly anything on damaged files: a bare struct.error, KeyError, ...
     except Exception as error:
         cause, code = f"cannot be decoded ({type(error).__name__}: {error})", "data.damaged"

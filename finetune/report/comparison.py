@@ -31,6 +31,7 @@ from finetune.report.sections import (
     training_images_per_second,
     training_seconds,
 )
+from finetune.run.directory import unique_run_names
 from finetune.run.record import (
     describe_split_decisions,
     differing_inputs,
@@ -50,7 +51,6 @@ __all__ = [
     "have_other_images",
     "metric_columns",
     "run_rows",
-    "unique_run_names",
     "unstated_differences",
 ]
 
@@ -125,21 +125,6 @@ def _disambiguate_names(groups: list[RecipeGroup]) -> list[str]:
         if len(set(labels)) == len(labels) and max(map(len, labels)) <= _MAX_NAME_LENGTH:
             return labels
     return [f"{name} ({index})" for index in range(1, len(groups) + 1)]
-
-
-def unique_run_names(runs: Sequence[Run]) -> list[str]:
-    """Return the folder names of runs, with as many parent folders as needed to be unique."""
-    paths = [run.path.resolve().parts for run in runs]
-    names = []
-    for parts in paths:
-        depths = range(1, len(parts) + 1)
-        unique = (
-            depth
-            for depth in depths
-            if sum(other[-depth:] == parts[-depth:] for other in paths) == 1
-        )
-        names.append("/".join(parts[-next(unique, 1) :]))
-    return names
 
 
 def _common_name(names: list[str]) -> str:
@@ -329,7 +314,8 @@ def run_rows(
     differing = differing_settings([run.recipe for run in runs])
     colors = {id(run): index % 8 + 1 for index, group in enumerate(groups) for run in group.runs}
     rows = []
-    for index, (run, name) in enumerate(zip(runs, unique_run_names(runs), strict=True)):
+    names = unique_run_names([run.path for run in runs])
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         cells = [_metric_cell(run, split, key) for split, key, _ in columns]
         seconds = training_seconds(run)
         rows.append(

@@ -46,7 +46,15 @@ from finetune.run.integrity import (
 )
 from finetune.run.schema import check_json_types, parse_metrics_line
 
-__all__ = ["SEARCH_FILE", "RunDir", "format_json", "lock_run", "resume_command", "whole_run"]
+__all__ = [
+    "SEARCH_FILE",
+    "RunDir",
+    "format_json",
+    "lock_run",
+    "resume_command",
+    "unique_run_names",
+    "whole_run",
+]
 
 SEARCH_FILE = "tune.json"  # of `finetune train SOURCE --minutes N`
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # `Path` keeps one slash
@@ -508,6 +516,21 @@ class RunDir:
                 os.replace(self.checkpoint_folder(step), temporary)
                 with contextlib.suppress(OSError):
                     remove_path(temporary)
+
+
+def unique_run_names(folders: Sequence[Path]) -> list[str]:
+    """Return the folder names of runs, with as many parent folders as needed to be unique."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = []
+    for parts in paths:
+        depths = range(1, len(parts) + 1)
+        unique = (
+            depth
+            for depth in depths
+            if sum(other[-depth:] == parts[-depth:] for other in paths) == 1
+        )
+        names.append("/".join(parts[-next(unique, 1) :]))
+    return names
 
 
 def format_json(content: Mapping[str, Any]) -> str:

@@ -482,14 +482,16 @@ def _config_entries(setup: TrainingSetup) -> dict[str, dict[str, Any]]:
     return {"preprocessing": preprocessing, "network": setup.built.network_args}
 
 
-def _num_common_steps(setup: TrainingSetup, recorded_num_steps: int) -> int:
+def _num_common_steps(run: RunDir, setup: TrainingSetup, recorded_num_steps: int) -> int:
     """Return the number of first steps that have the same learning rates in both run lengths.
+
+    The steps after the newest checkpoint are not compared: they count if all before them do.
 
     These are all steps of the shorter run with a constant learning rate, and otherwise those before
     the decay, or in the warm-up.
     """
     num_steps = min(setup.num_steps, recorded_num_steps)
-    for step in range(num_steps):
+    for step in range(min(num_steps, max(run.checkpoint_steps(), default=0))):
         if setup.lr_at(step) != setup.lr_at(step, total_steps=recorded_num_steps):
             return step
     return num_steps
@@ -505,7 +507,7 @@ def _common_checkpoints(
             which a run of the new length would not have made.
     """
     recorded_num_steps = _recorded_num_steps(record, setup)
-    num_common = _num_common_steps(setup, recorded_num_steps)
+    num_common = _num_common_steps(run, setup, recorded_num_steps)
     steps = [step for step in run.checkpoint_steps() if step <= num_common]
     if not is_branch or setup.num_steps == recorded_num_steps:
         return steps
@@ -521,7 +523,7 @@ def _cannot_lengthen(
 ) -> RecipeError:
     """Return the error for another number of steps, with the way to train it."""
     optim, steps = setup.recipe.optim, run.checkpoint_steps()
-    num_common = _num_common_steps(setup, _recorded_num_steps(record, setup))
+    num_common = _num_common_steps(run, setup, _recorded_num_steps(record, setup))
     if optim.schedule in ("linear", "cosine"):
         cause = f"the learning rates of optim.schedule={optim.schedule} depend on it"
         fix = (

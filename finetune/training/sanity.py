@@ -33,7 +33,7 @@ def check_setup(setup: TrainingSetup) -> list[str]:
     the run, repeated training images, small validation and test splits, and rare classes.
     """
     lines = [*_check_ignored_keys(setup.recipe), *_check_warmup(setup), *_check_num_steps(setup)]
-    lines += _check_ema(setup)
+    lines += _check_ema(setup, setup.num_steps)
     if not setup.source.splits["train"].is_streamed:
         lines += find_repeated_images(setup.source.splits["train"])
     for name in ("val", "test"):
@@ -99,14 +99,15 @@ def _check_num_steps(setup: TrainingSetup) -> list[str]:
     ]
 
 
-def _check_ema(setup: TrainingSetup) -> list[str]:
+def _check_ema(setup: TrainingSetup, num_steps: int) -> list[str]:
+    """Warn if the EMA after some steps still has much of the weights of the first one."""
     optim = setup.recipe.optim
     if not optim.ema_decay or optim.ema_warmup:
         return []
-    share = optim.ema_decay ** (setup.num_steps - 1)  # the first step sets the EMA to its weights
+    share = optim.ema_decay ** (num_steps - 1)  # the first step sets the EMA to its weights
     if share <= _MAX_FIRST_WEIGHTS_SHARE:
         return []
-    steps = pluralize(setup.num_steps, "step")
+    steps = pluralize(num_steps, "step")
     return [
         f"optim.ema_decay: {optim.ema_decay:g} is too slow for {steps}: the weights of the first "
         f"step have a share of {share:.0%} in the average, which is evaluated and saved; set "
@@ -147,7 +148,7 @@ def _check_class_balance(setup: TrainingSetup) -> list[str]:
 def check_results(
     setup: TrainingSetup, results: dict[str, Any], history: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return warnings if the run has diverged or is no better than chance.
+    """Return warnings if the run has diverged, is no better than chance, or has too slow an EMA.
 
     Runs of fewer than MIN_USEFUL_STEPS steps are not expected to beat chance.
 
@@ -161,9 +162,9 @@ def check_results(
     final_loss = _final_loss(setup, results, history)
     advice = "lower optim.lr or set optim.clip_norm"
     chance_advice = "try another optim.lr, train longer, or check the labels"
-    if _check_ema(setup):
+    warnings = _check_ema(setup, results["best_step"])  # a run may stop early
+    if warnings:
         chance_advice = "set optim.ema_warmup=true, because the EMA is too slow for the run"
-    warnings = []
     # An overconfident network has a high validation loss as well, but not a high training loss.
     if final_loss > _DIVERGENCE_WARNING_FACTOR * chance_loss and (
         not train_losses or train_losses[-1] > chance_loss

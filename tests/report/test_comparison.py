@@ -15,11 +15,11 @@ from finetune.report.comparison import (
     group_rows,
     metric_columns,
     run_rows,
-    unique_run_names,
     unstated_differences,
 )
 from finetune.report.page import write_comparison
 from finetune.report.run_data import Run, read_run
+from finetune.run.directory import unique_run_names
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ class TestGroupByRecipe:
         ]
         names = ["run (optim.lr=0.1)", "run (optim.lr=0.2)"]
         assert [group.name for group in group_by_recipe(runs)] == names
-        assert unique_run_names(runs) == ["x/run", "y/run"]
+        assert unique_run_names([run.path for run in runs]) == ["x/run", "y/run"]
         assert [row["name"] for row in run_rows(group_by_recipe(runs), runs, [])] == [
             "x/run",
             "y/run",

@@ -63,15 +63,17 @@ def check_run(
 
 
 def test_warns_about_an_ema_too_slow_for_the_run(setup: TrainingSetup) -> None:
-    def warnings(*overrides: str) -> list[str]:
+    def warnings(*overrides: str, best_step: int = 100) -> list[str]:
         changed = dataclasses.replace(setup, recipe=tiny_recipe(*overrides))
-        lines = [*check_setup(changed), *check_results(changed, make_results(0.1), [])]
+        results = {**make_results(0.1), "best_step": best_step}
+        lines = [*check_setup(changed), *check_results(changed, results, [])]
         return [line for line in lines if "optim.ema_warmup=true" in line]
 
     slow = ("optim.ema_decay=0.9999", "optim.ema_warmup=false")
     assert setup.num_steps == 12
-    assert len(warnings(*slow)) == 2  # also instead of the usual advice for a chance-level run
+    assert len(warnings(*slow)) == 3  # also instead of the usual advice for a chance-level run
     assert warnings(*slow, "optim.ema_decay=0.8") == []
+    assert len(warnings(*slow, "optim.ema_decay=0.8", best_step=3)) == 2  # it stopped early
     assert warnings("optim.ema_decay=0.9999") == []
 
 

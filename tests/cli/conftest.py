@@ -19,5 +19,5 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for run in ("runs/x", "a", "b"):
         Path(run).mkdir(parents=True)
         Path(run, "recipe.yaml").write_text(BASE_RECIPE)
-        Path(run, "run.json").write_text("{}")
+        Path(run, "run.json").write_text('{"status": "done"}')
     return tmp_path

@@ -173,7 +173,7 @@ def test_report(monkeypatch: Patch, capsys: Captured) -> None:
     assert capsys.readouterr().out == "a/report.html\nb/report.html\n"
 
 
-RUN_OF_MINE = {"runs/mine/run.json": "{}"}
+RUN_OF_MINE = {"runs/mine/run.json": '{"status": "done"}'}
 WRONG_ARGUMENTS = {
     "info: a recipe without --plan": BadInput("info mine.yaml", "recipe.conflict", "--plan"),
     "info: an override of a model": BadInput(

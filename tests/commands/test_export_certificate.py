@@ -195,7 +195,7 @@ def test_spec_outside_the_graph_is_refused(tmp_path: Path) -> None:
         class_names=list("abc"),
         preprocessing=built.preprocessing,
     )
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"status": "done"}')
     (run / "recipe.yaml").write_text(
         f"model: {{name: '{NANO}'}}\n"
         "data: {source: 'embedded:digits', eval: 'center_crop(40) | resize((32, 32))'}\n"

@@ -88,7 +88,7 @@ def test_larger_image_size_only_adds_tokens() -> None:
 def test_run_shows_trainable_parameters_and_its_eval_transform(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_network(run / "model", build_network("vit"))
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"status": "done"}')
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224, freeze: backbone}\n"
         "data: {source: embedded:digits, eval: 'resize(36) | center_crop(32)', batch_size: 8,\n"

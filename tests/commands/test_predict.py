@@ -252,7 +252,7 @@ def test_run_directory_uses_its_own_eval_transform(
     run = tmp_path / "run"
     run.mkdir()
     (run / "model").symlink_to(model)
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"status": "done"}')
     (run / "recipe.yaml").write_text(
         "model: {name: vit_tiny_patch16_224}\n"
         "data: {source: 'embedded:digits', eval: 'resize((24, 24))', decode_size: 24}\n"

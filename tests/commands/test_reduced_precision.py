@@ -77,7 +77,7 @@ def with_outliers(run: Path, copy: Path, channel: int, only: str = "") -> Path:
                 modules[norm].bias[channel] *= 1e4
                 modules[linear].weight[:, channel] /= 1e4
     (copy / "model").mkdir(parents=True)
-    (copy / "run.json").write_text("{}")
+    (copy / "run.json").write_text('{"status": "done"}')
     (copy / "recipe.yaml").write_text(RECIPE)
     save_model(
         copy / "model",

@@ -39,7 +39,7 @@ def run_folder(tmp_path: Path) -> Path:
     """A run directory: a model, its results, and its recipe with a dataset of seven classes."""
     run = tmp_path / "runs" / "birds-s1"
     save_small_model(run / "model")
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"status": "done"}')
     results = {"test": {"top1": 0.66563, "examples": 10_000}}
     (run / "results.json").write_text(json.dumps(results))
     counts = {f"{split}/class {n}/": 2 for split in ("train", "test") for n in range(7)}

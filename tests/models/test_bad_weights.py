@@ -78,7 +78,7 @@ CASES = {
     ),
     "a run without a model": BadInput(
         *("info run", "weights.not_found", "model/"),
-        {"run/run.json": "{}", "run/recipe.yaml": tiny_recipe_text()},
+        {"run/run.json": '{"status": "done"}', "run/recipe.yaml": tiny_recipe_text()},
     ),
     "a file without a config": BadInput(
         PREDICT.format("w.safetensors"),

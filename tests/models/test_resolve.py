@@ -54,7 +54,7 @@ class TestFolder:
     def test_a_run_directory_resolves_to_its_model(self, tmp_path: Path, folder: Path) -> None:
         run = tmp_path / "run"
         run.mkdir()
-        (run / "run.json").write_text("{}")
+        (run / "run.json").write_text('{"status": "done"}')
         with refused("weights.not_found", run, "--resume"):
             resolve_weights(str(run))
         folder.rename(run / "model")

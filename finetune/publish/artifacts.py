@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -235,14 +235,7 @@ def rewrite_artifacts(
         return [name for name in names if Path(parent, name) in artifacts]
 
     def write(folder: Path) -> None:
-        shutil.copytree(
-            run.model_folder,
-            folder,
-            symlinks=True,
-            ignore=find_artifacts,
-            copy_function=_link_or_copy,
-            dirs_exist_ok=True,
-        )
+        _copy_except(run.model_folder, folder, ignore=find_artifacts)
         write_artifacts(
             folder, run, results, repository=repository, adapter_repository=adapter_repository
         )
@@ -255,15 +248,27 @@ def keep_other_files(run: RunDir, folder: Path) -> None:
 
     An exported model is left out, because it has the weights of the old one.
     """
-    own_names = {name.partition("/")[0] for name in (*PUBLISHED_FILES, *EXPORT_FILES, "adapter")}
-    for path in run.model_folder.iterdir() if run.model_folder.is_dir() else ():
-        if path.name in own_names:
-            continue
-        target = folder / path.name
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, target, symlinks=True, copy_function=_link_or_copy)
-        elif path.is_symlink() or path.is_file():
-            shutil.copy2(path, target, follow_symlinks=False)
+    own_names = {*PUBLISHED_FILES, *EXPORT_FILES, "adapter"}
+
+    def find_own(parent: str, names: list[str]) -> set[str]:
+        return own_names if Path(parent) == run.model_folder else set()
+
+    if run.model_folder.is_dir():
+        _copy_except(run.model_folder, folder, ignore=find_own)
+
+
+def _copy_except(
+    source: Path, target: Path, *, ignore: Callable[[str, list[str]], Iterable[str]]
+) -> None:
+    """Copy or link the files of a folder into another one; `ignore` is that of `copytree`."""
+    shutil.copytree(
+        source,
+        target,
+        symlinks=True,
+        ignore=ignore,
+        copy_function=_link_or_copy,
+        dirs_exist_ok=True,
+    )
 
 
 def publishable_recipe(recipe: Recipe) -> Recipe:

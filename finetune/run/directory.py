@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -134,7 +135,8 @@ class RunDir:
         # Both files are unbuffered: on a full disk, flushing a buffer in `close` would fail again.
         self._lock: IO[bytes] | None = None
         self._metrics: IO[bytes] | None = None
-        self._metrics_size = 0  # after the last line
+        self._metrics_hash = hashlib.sha256()  # of what the file should have
+        self._metrics_size = 0
         self._metrics_run_id: str | None = None
         self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
 
@@ -266,7 +268,12 @@ class RunDir:
     def has_changed_metrics(self) -> bool:
         """True if metrics.jsonl was changed by anything but the run."""
         record = self.read_json("run.json") or {}
-        return bool(record.get("metrics_changed")) or self._has_changed("metrics_sha256")
+        if record.get("metrics_changed"):
+            return True
+        if self._metrics is None:
+            return self._has_changed("metrics_sha256")
+        path, sha256 = self.path / "metrics.jsonl", self._metrics_hash.hexdigest()
+        return not (path.is_file() and file_sha256(path) == sha256)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl; warns if the file was changed since the last line."""
@@ -282,10 +289,11 @@ class RunDir:
             self._metrics = None
         if self._metrics is None:
             self._metrics_run_id = self._run_id()
-        remaining = _format_metrics_line(line, run_id=self._metrics_run_id).encode()
+        body = remaining = _format_metrics_line(line, run_id=self._metrics_run_id).encode()
         with explain_disk_errors(path, needed_bytes=len(remaining)):
             if self._metrics is None:
                 self._metrics = path.open("ab", buffering=0)
+                self._metrics_hash = hashlib.sha256(path.read_bytes())
             end = self._metrics.tell()
             try:
                 while remaining:  # on an almost full disk, `write` writes only a part
@@ -294,6 +302,7 @@ class RunDir:
                 self._metrics.truncate(end)
                 raise
             self._metrics_size = self._metrics.tell()
+            self._metrics_hash.update(body)
 
     def _is_metrics_file_changed(self, file: IO[bytes]) -> bool:
         try:

@@ -149,6 +149,7 @@ def finalize_run(
         results["train"] = train_lines[-1] if train_lines else {}
         claims = [claim.model_dump(mode="json") for claim in trainer.recipe.claims]
         results["claims"] = check_claims(claims, history, results, setup.steps_per_epoch)
+        update_record(run, {"metrics_changed": run.has_changed_metrics()})
         record = read_record(run)
         noted = filter(None, [*record.get("leakage", []), describe_changed_metrics(record)])
         results["warnings"] = [*noted, *check_results(setup, results, history)]

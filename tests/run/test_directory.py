@@ -344,6 +344,7 @@ def test_metrics_drop_repeated_steps(run: RunDir) -> None:
 def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir) -> None:
     for step in (1, 2):
         run.append_metrics(metrics_line(step, 0.5))
+    run.close()
     path, lines = run.path / "metrics.jsonl", []
     damaged = b"\xff\n[1]\n" + path.read_bytes().replace(b"\n", b"\n\0\n", 1) + b'{"step": 4, "lo'
     path.write_bytes(damaged)
@@ -372,12 +373,24 @@ def test_metrics_that_another_program_changes_are_said(change: str, run: RunDir)
     assert run.has_changed_metrics()
 
 
+def test_an_edited_number_in_the_metrics_is_said(run: RunDir) -> None:
+    run.append_metrics(metrics_line(1, 0.5))
+    assert not run.has_changed_metrics()
+    path, lines = run.path / "metrics.jsonl", []
+    path.write_text(path.read_text().replace("0.5", "0.1"))
+    with logged(lines):
+        run.append_metrics(metrics_line(2, 0.5))
+        assert [line["loss"] for line in run.read_metrics()] == [0.1, 0.5]
+    assert "was changed after the run had written it" in lines[0]
+
+
 def test_metrics_lines_of_another_run_are_skipped(run: RunDir, tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     other.open()
     for each, loss in ((run, 0.5), (other, 0.25)):
         each.write_json("run.json", {"id": each.path.name})
         each.append_metrics(metrics_line(1, loss))
+        each.close()
     path, lines = run.path / "metrics.jsonl", []
     without_id = json.dumps(metrics_line(2, 0.125)).encode() + b"\n"
     others = (other.path / "metrics.jsonl").read_bytes() + without_id

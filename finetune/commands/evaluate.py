@@ -63,7 +63,7 @@ from finetune.precision import autocast_dtype
 from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
-from finetune.run.directory import RunDir, format_json
+from finetune.run.directory import RunDir, format_json, lock_run_of_model
 from finetune.run.record import (
     describe_split_decisions,
     load_run_recipe,
@@ -222,18 +222,19 @@ def evaluate_model(
                 "others; fit it on images that it was not trained on: --split val"
             )
     if config is not None and accelerator.is_main_process:
-        if read_checksums(config.parent, source=model) != checksums:
-            raise WeightsError(
-                f"{model}: has changed while it was evaluated; fit the temperature again",
-                code="weights.damaged",
-            )
         images = source.splits[split].fingerprint
         calibration = {
             "temperature": result["temperature"],
             "split": split,
             "fingerprints": {split: images, "classes": source.classes_fingerprint},
         }
-        _write_calibration(config, checksums, calibration, validation_scores)
+        with lock_run_of_model(config.parent):  # a push would replace config.json by its copy
+            if read_checksums(config.parent, source=model) != checksums:
+                raise WeightsError(
+                    f"{model}: has changed while it was evaluated; fit the temperature again",
+                    code="weights.damaged",
+                )
+            _write_calibration(config, checksums, calibration, validation_scores)
     if corruptions:
         store = (
             loader.store

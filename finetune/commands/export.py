@@ -55,6 +55,7 @@ from finetune.models.build import build_model
 from finetune.models.exported import CERTIFICATE
 from finetune.models.save import BuiltModel
 from finetune.recipe.paths import drop_folders
+from finetune.run.directory import lock_run_of_model
 from finetune.run.environment import package_versions
 from finetune.run.record import load_run_recipe
 from finetune.transforms.eval_transforms import spec_to_preprocessing
@@ -180,7 +181,8 @@ def export_model(
         record["checksum"] = json_sha256(record)
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         (folder / record_path.name).write_text(text, encoding="utf-8")
-        _move_into_place(folder, target, record_path)
+        with lock_run_of_model(target.parent):  # a push would replace the folder by its copy
+            _move_into_place(folder, target, record_path)
     record_key = "certificate" if preprocessing else "preprocessing"
     return {"file": str(target), record_key: str(record_path), **result}
 

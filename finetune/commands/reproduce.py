@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from finetune.commands.probe import format_probe, probe_model, read_probe
-from finetune.commands.reproduce_page import EntryResult, render_page
+from finetune.commands.reproduce_page import EntryResult, find_other_images, render_page
 from finetune.commands.reproduce_plan import (
     PLAN_FILENAME,
     PlanEntry,
@@ -93,8 +93,9 @@ def run_plan(
             model/.
         page: Markdown file for the results page of all recipes, see `render_page`.
     Returns: a dict with keys "title", "scale", "runs" (name, paths, seeds, test metrics),
-        "choices" (grid search results by entry), "claims" (each with its run), "probes" (by
-        entry), and the paths "table", "comparison" and "page".
+        "choices" (grid search results by entry), "other_images" (see `find_other_images`),
+        "claims" (each with its run), "probes" (by entry), and the paths "table", "comparison" and
+        "page".
     Raises: RecipeError for an invalid plan, and any error of a run.
     """
     path = find_plan(name)
@@ -360,6 +361,7 @@ def write_summary(
             for entry_result in trained
             if entry_result.choices
         },
+        "other_images": find_other_images(entry_results),
         "claims": [claim for entry_result in trained for claim in entry_result.evaluate_claims()],
         "probes": {
             entry_result.entry.name: entry_result.probe
@@ -419,8 +421,10 @@ def format_plan_results(result: Mapping[str, Any]) -> str:
         ]
         for row in result["runs"]
     ]
+    notes = result["other_images"].items()
     header = ["run", "seeds", "images", *(_METRIC_TITLES[key] for key in metrics), *reported]
     lines += markdown_table(header, rows)
+    lines += [line for name, note in notes for line in ("", f"{name}{note}.")]
     for name, choices in result["choices"].items():
         metric = next(key for key in choices[0] if key.startswith("val."))
         rows = [

@@ -29,7 +29,7 @@ from finetune.errors import CheckpointError, redact_urls
 from finetune.evaluation.claims import PERCENT_METRICS, VERDICTS, check_claims, format_claim
 from finetune.evaluation.metrics import mean_std
 from finetune.formatting import MISSING, format_mean_std, markdown_table, pluralize
-from finetune.log import logger
+from finetune.log import logger, warn_once
 from finetune.recipe.load import Claim, DataSection, load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.training_keys import names_other_inputs, training_keys_without_seed
@@ -45,6 +45,7 @@ __all__ = [
     "RUN_FILES",
     "EntryResult",
     "directions_table",
+    "find_other_images",
     "hardware_and_commit",
     "render_page",
     "run_hash",
@@ -133,7 +134,7 @@ def render_page(
     recipes = {file: load_recipe(file) for file in files if file.name != PLAN_FILENAME}
     earlier = path.parent / "earlier.md"
     earlier_text = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
-    other_images = _find_other_images(entry_results)
+    other_images = find_other_images(entry_results)
     sections: dict[str, list[str]] = {
         "What was run": _runs_table(entry_results, other_images, with_verdicts=disclaimer is None),
         "Few training images": _probe_table(entry_results, other_images),
@@ -213,7 +214,7 @@ def _runs_table(
     return _table_lines(header, rows)
 
 
-def _find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
+def find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
     """Find entries that read other images or labels than other entries of the same planned data.
 
     Returns: a dict from the name of an entry to a note with the entries that differ from it; also
@@ -228,7 +229,7 @@ def _find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
         )
         if others:
             notes[one.entry.name] = f"; its images or labels differ from those of {others}"
-            logger.warning(
+            warn_once(
                 f"{one.entry.name}: read other images or labels than {others}, although the plan "
                 "has the same data for them; remove the wrong ones and run the command again"
             )

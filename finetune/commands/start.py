@@ -343,7 +343,11 @@ class RecipeBuilder:
                 None if split.groups is None else split.groups.tolist()
                 for split in self.source.splits.values()
             ],
-            sorted(override for override in self.overrides if not override.startswith("run.")),
+            sorted(
+                (key, repr(value))
+                for key, value in self.override_values.items()
+                if not key.startswith("run.")
+            ),
             [(each.name, each.image_size) for each in candidates],
         ]
         return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()

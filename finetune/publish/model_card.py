@@ -621,7 +621,8 @@ def _data_section(content: CardContent) -> list[str]:
         chose = "" if content.recipe.run.best == "last" else "; the weights were selected on them"
         splits.append(f"- val: {images['val']:,} images{chose}")
     if "test" in images:
-        splits.append(f"- test: {images['test']:,} images, evaluated once, after training")
+        when = ", evaluated once, after training" if content.results.get("test") else ""
+        splits.append(f"- test: {images['test']:,} images{when}")
     if decisions := content.record.get("plan", {}).get("decisions"):
         splits.append(f"- decisions: {_escape_markdown(describe_decisions(decisions))}")
     eval_pipeline = content.record.get("plan", {}).get("eval_pipeline")
@@ -659,6 +660,7 @@ def _provenance_section(content: CardContent) -> list[str]:
     versions = ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())
     known = {key: content.weights.get(key) for key in ("source", "revision", "file", "sha256")}
     start = ", ".join(f"{key} {_inline_code(str(value))}" for key, value in known.items() if value)
+    changes = record.get("numerics_changed", ())
     return [
         "## Provenance",
         "",
@@ -666,6 +668,7 @@ def _provenance_section(content: CardContent) -> list[str]:
         f"- started from: {start or 'random weights'}",
         f"- commit of finetune: {_inline_code(record.get('commit') or 'unknown')}",
         f"- versions: {versions}",
+        *(f"- changed at a resume: {_escape_markdown(each)}" for each in changes),
         "",
         *_averaged_runs(content),
     ]

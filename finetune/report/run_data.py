@@ -23,6 +23,7 @@ from finetune import formatting
 from finetune.errors import CheckpointError, RecipeError
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.formatting import MISSING
+from finetune.log import warn_once
 from finetune.model_checksums import verify_model_folder
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir, resume_command
@@ -236,6 +237,12 @@ def read_run(path: Path) -> Run:
     """
     check_run_directory(path)
     record, results = _read_json(path, "run.json"), _read_json(path, "results.json")
+    if results and results.get("model_sha256") != record.get("model_sha256"):
+        warn_once(
+            f"{path}: results.json is of other weights than model/ or of an earlier length of the "
+            f"run, so it is left out; continue the run: {resume_command(path)}"
+        )
+        results = {}
     history = RunDir(path).read_metrics()
     record["metrics_changed"] = RunDir(path).has_changed_metrics()
     if not history and not results:

@@ -52,6 +52,7 @@ __all__ = [
     "RunDir",
     "format_json",
     "lock_run",
+    "lock_run_of_model",
     "resume_command",
     "unique_run_names",
     "whole_run",
@@ -94,6 +95,13 @@ def lock_run(folder: Path) -> Iterator[None]:
                 code=error.code,
             ) from error
         yield
+
+
+def lock_run_of_model(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock the run whose model/ is a folder, see `lock_run`; do nothing for other folders."""
+    run = folder.absolute().parent
+    is_of_run = folder.name == "model" and (run / "run.json").is_file()
+    return lock_run(run) if is_of_run else contextlib.nullcontext()
 
 
 def _holds_lock(run: Path) -> bool:

@@ -172,6 +172,8 @@ def start_or_resume(
     # A run that is finished again at the same length has the weights that were pushed.
     is_same_length = not is_branch and _recorded_num_steps(record, setup) == setup.num_steps
     removed = _END_OF_RUN_KEYS - ({"pushed"} if is_same_length else set())
+    if not start_step:
+        removed |= {"branched_from", "numerics_changed"}
     record = {
         **cast(RunRecord, {k: v for k, v in record.items() if k not in removed}),
         "status": "running",

@@ -190,7 +190,7 @@ def test_multilabel_metrics_have_their_own_columns(
         metrics |= {"loss": 2.0, "examples": 10}
         entry = SimpleNamespace(name=name, reported=None)
         attributes = {"probe": None, "choices": [], "paths": [tmp_path / "a", tmp_path / "b"]}
-        attributes["evaluate_claims"] = list
+        attributes |= {"evaluate_claims": list, "data_identity": ("recipe", {})}
         return SimpleNamespace(entry=entry, results=[{"test": metrics}] * 2, **attributes)
 
     pairs, digits = (

@@ -137,7 +137,9 @@ def test_leaks_are_next_to_the_metrics() -> None:
 
 
 def test_changed_metrics_are_named() -> None:
-    card = render_card(card_content(record={**card_content().record, "metrics_changed": True}))
+    changes = {"metrics_changed": True, "numerics_changed": ["processes 2 -> 1"]}
+    card = render_card(card_content(record={**card_content().record, **changes}))
+    assert "- changed at a resume: processes 2 -" in card
     assert "> **Changed metrics:** metrics.jsonl was changed after the run had written it;" in card
     assert "Changed metrics" not in render_card(card_content())
 

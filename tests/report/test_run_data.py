@@ -52,6 +52,15 @@ class TestReadRun:
         assert run.metrics("test") == {}
         assert len(run.history) == 3
 
+    def test_results_of_other_weights_are_left_out(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = write_run_dir(tmp_path / "run")
+        results = json.loads((path / "results.json").read_text())
+        (path / "results.json").write_text(json.dumps({**results, "model_sha256": "0" * 64}))
+        assert read_run(path).results == {}
+        assert "results.json is of other weights" in caplog.text
+
     def test_missing_metrics_file_gives_an_empty_history(self, tmp_path: Path) -> None:
         path = write_run_dir(tmp_path / "run")
         (path / "metrics.jsonl").unlink()

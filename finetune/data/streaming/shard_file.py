@@ -12,7 +12,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -53,12 +53,14 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # bytes of a URL do not change. This dict has no lock: a lock that another thread holds during a
 # fork is never released.
 store_urls: dict[str, str] = {}
-# Parameters of a query that change with each signature of a URL (S3, Google, Azure, CloudFront,
-# nginx); the others may select another file.
+# Parameters of a signed URL that change with each signature (S3, Google, Azure, CloudFront, nginx)
+# if one of them is the signature; the others may select another file.
+_SIGNATURE = re.compile(r"(?i)(?:x-(?:amz|goog|oss)-)?signature|sig|md5")
 _SIGNATURE_PARAMETER = re.compile(
-    r"(?i)x-(?:amz|goog|oss)-.*|(?:aws|oss)?accesskeyid|googleaccessid|key-pair-id|policy|auth"
-    r"|expires|signature|sig|md5|.*token|s[eprstv]|srt|spr|sk(?:oid|tid|[tesv])"
+    r"(?i)x-(?:amz|goog|oss)-.*|(?:aws|oss)?accesskeyid|googleaccessid|key-pair-id|policy"
+    r"|expires|signature|sig|md5|s[eprstv]|srt|spr|sk(?:oid|tid|[tesv])"
 )
+_TOKEN_PARAMETER = re.compile(r"(?i).*(?:token|auth|key|pass|secret).*")
 _RESTORE_HINT = "restore it and start again (files must not change during a run)"
 
 
@@ -102,6 +104,11 @@ class LocalFile:
     def cache_id(self) -> str:
         """What tells the file from others in the keys of caches."""
         return str(self.path)
+
+    @property
+    def content_name(self) -> str:
+        """Its name: the same in another folder."""
+        return self.path.name
 
     @property
     def etag(self) -> str:
@@ -188,11 +195,19 @@ class RemoteFile:
     @property
     def cache_id(self) -> str:
         """What tells the file from others in the keys of caches: not its signature."""
+        return f"{self.display_name}{_hash_query(self._selecting_query())}"
+
+    @property
+    def content_name(self) -> str:
+        """Its path, and what in the query selects it: the same on another server."""
+        query = [pair for pair in self._selecting_query() if not _TOKEN_PARAMETER.match(pair[0])]
+        return f"{self.path}{_hash_query(query)}"
+
+    def _selecting_query(self) -> list[tuple[str, str]]:
         query = parse_qsl(urlsplit(self.url).query, keep_blank_values=True)
-        selecting = [pair for pair in query if not _SIGNATURE_PARAMETER.fullmatch(pair[0])]
-        if not selecting:
-            return self.display_name
-        return f"{self.display_name} {hashlib.sha256(repr(selecting).encode()).hexdigest()}"
+        if not any(_SIGNATURE.fullmatch(name) for name, _ in query):
+            return query
+        return [pair for pair in query if not _SIGNATURE_PARAMETER.fullmatch(pair[0])]
 
     def _opened(self) -> RemoteFile:
         store_urls.pop(self.url, None)  # only the Hub itself sends the ETag
@@ -319,6 +334,11 @@ def _connection_errors(display_name: str) -> Iterator[None]:
             f"{display_name}: cannot be requested ({cause}); check its URL",
             code="hub.wrong_answer",
         ) from None
+
+
+def _hash_query(query: Sequence[tuple[str, str]]) -> str:
+    """Return a hash of parameters, which may be secret; "" without any."""
+    return f" {hashlib.sha256(repr(query).encode()).hexdigest()}" if query else ""
 
 
 def _read_body(response: Any, length: int) -> bytes:

@@ -228,8 +228,7 @@ class StreamedImages:
         digest = hashlib.sha256(b"shards" + struct.pack("<q", len(column)) + column)
         for shard in self._shards:
             file = shard.file
-            name = file.path.name if isinstance(file, LocalFile) else file.path
-            for text in (name.encode(), shard.content_id.encode()):
+            for text in (file.content_name.encode(), shard.content_id.encode()):
                 digest.update(struct.pack("<qq", file.size, len(text)) + text)
         digest.update(rows.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
         return digest.hexdigest()

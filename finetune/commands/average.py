@@ -57,7 +57,7 @@ from finetune.training.accelerator import (
     run_on_main,
 )
 from finetune.training.compile import choose_kernels
-from finetune.training.finalize import save_trained_model
+from finetune.training.finalize import save_trained_model, use_full_split_indices
 from finetune.training.resume import check_same_weights
 from finetune.training.setup import TrainingSetup, build_setup
 
@@ -158,9 +158,11 @@ def average_runs(
     results: dict[str, Any] = {"val": val, fitted_key: val.pop(fitted_key)}
     if (test := setup.source.splits.get("test")) is not None:
         settings: dict[str, Any] = {fitted_key: results[fitted_key], "num_mistakes": NUM_MISTAKES}
-        evaluator = Evaluator(setup.build_loader(test, train=False), accelerator, **settings)
+        test_loader = setup.build_loader(test, train=False)
+        evaluator = Evaluator(test_loader, accelerator, **settings)
         evaluator.evaluate(network, batch_size=batch_size, progress=True)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
+        use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
     for member in members:
         _check_unchanged(member)
     results["average"] = {
@@ -360,11 +362,16 @@ def _load_run(name: str, data: str | None) -> _LoadedRun:
 
 
 def _check_unchanged(member: _LoadedRun) -> None:
-    """Raise WeightsError if the weights, which are mapped, have changed since they were loaded."""
+    """Raise WeightsError if weights, which are mapped, or recipe have changed since they were read.
+
+    A run that continues has no `model_sha256` until its end.
+    """
     path = member.run.model_folder / "model.safetensors"
-    if file_sha256(path) != member.weights_sha256:
+    records = [member.record, read_record(member.run)]
+    of_run = [(each.get("model_sha256"), each.get("training_keys")) for each in records]
+    if file_sha256(path) != member.weights_sha256 or of_run[0] != of_run[1]:
         raise WeightsError(
-            f"{path}: the weights have changed while they were averaged; average again",
+            f"{path}: the run has changed while it was averaged; average again when it has ended",
             code="weights.damaged",
         )
 

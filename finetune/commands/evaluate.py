@@ -76,6 +76,7 @@ from finetune.training.accelerator import (
     create_run_accelerator,
 )
 from finetune.training.compile import choose_kernels
+from finetune.training.finalize import use_full_split_indices
 from finetune.training.frozen_backbone import build_feature_loader
 from finetune.transforms.eval_transforms import add_corruption, build_pipeline, default_eval_spec
 from finetune.transforms.operations import CORRUPTIONS, SEVERITIES
@@ -208,6 +209,7 @@ def evaluate_model(
     )
     evaluator.evaluate(network, batch_size=section.eval_batch_size, progress=True)
     result = evaluator.results()
+    use_full_split_indices(source.splits[split], loader.store.split, result.get("mistakes", []))
     if split == built.provenance.get("calibrated_on") and accelerator.is_main_process:
         logger.warning(
             f"{model}: its temperature was fitted on a split '{split}'; on the same images, loss "

@@ -33,7 +33,7 @@ from finetune.demo.model_summary import (
 )
 from finetune.demo.server import run_server
 from finetune.demo.uploads import temporary_workspace
-from finetune.errors import Interrupted, RecipeError, SetupError
+from finetune.errors import Interrupted, RecipeError, SetupError, WeightsError
 from finetune.files import file_sha256
 from finetune.formatting import pluralize
 from finetune.hub.download import download_hub_file
@@ -84,6 +84,8 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
     target = Path(folder)
     gradio_version = import_gradio().__version__
     _check_target(target)
+    local_folder = local_model_folder(model)
+    sha256_before = None if local_folder is None else _hash_model(local_folder)
     # load the model first, so that no Space is written that cannot start
     classifier = Classifier.load(model, device="cpu")
     reference, license_id = _hub_reference_and_license(model)
@@ -102,6 +104,12 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
         if reference is None:
             _copy_model(model, target / "model")
             export_info["model_sha256"] = _hash_model(target / "model")
+            if export_info["model_sha256"] != sha256_before:
+                _remove_earlier_export(target)
+                raise WeightsError(
+                    f"{model}: has changed during the export; export it again",
+                    code="weights.damaged",
+                )
         _copy_package(target / "finetune")
         (target / "app.py").write_text(_APP_SOURCE, encoding="utf-8")
         (target / "requirements.txt").write_text(_requirements_text(), encoding="utf-8")
@@ -262,8 +270,10 @@ def _copy_model(model: str, target: Path) -> None:
     shutil.copyfile(weights, target / "model.safetensors")
 
 
-def _hash_model(folder: Path) -> dict[str, str]:
-    return {name: file_sha256(folder / name) for name in ("config.json", "model.safetensors")}
+def _hash_model(folder: Path) -> list[str]:
+    """Return the sha256 of config.json and weights."""
+    files = (folder / "config.json", find_weights_file(folder))
+    return [file_sha256(file) for file in files if file is not None and file.is_file()]
 
 
 def _copy_package(target: Path) -> None:

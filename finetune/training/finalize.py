@@ -53,6 +53,7 @@ __all__ = [
     "finalize_run",
     "recheck_claims",
     "save_trained_model",
+    "use_full_split_indices",
     "warn_of_equal_pixels",
 ]
 
@@ -113,7 +114,7 @@ def finalize_run(
         validation_scores = val_results.pop("validation_scores", None)
         val_results |= split_decisions(setup.source, "val")
         results |= {"val": val_results, fitted_key: val_results.pop(fitted_key)}
-        _use_full_split_indices(
+        use_full_split_indices(
             splits["val"], val_loader.store.split, val_results.get("mistakes", [])
         )
     results |= {"best_step": best_step, "steps": trainer.counters.step}
@@ -136,7 +137,7 @@ def finalize_run(
         )
         evaluator.evaluate(trainer.eval_model(), batch_size=batch_size)
         results["test"] = {**evaluator.results(), **split_decisions(setup.source, "test")}
-        _use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
+        use_full_split_indices(test, test_loader.store.split, results["test"]["mistakes"])
         loaders = train_loader, val_loader, test_loader
         run_on_main(accelerator, lambda: warn_of_equal_pixels(run, *loaders))
 
@@ -297,7 +298,7 @@ def _write_model_folder(
     update_record(run, {"model_sha256": results["model_sha256"]})
 
 
-def _use_full_split_indices(
+def use_full_split_indices(
     full_split: Split, readable_split: Split, mistakes: list[dict[str, Any]]
 ) -> None:
     """Replace each mistake's index among the readable images by its index in the full split."""

@@ -32,6 +32,8 @@ from finetune.model_checksums import add_checksums
 from finetune.publish.push import push
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
+from finetune.run.directory import RunDir
+from finetune.run.record import read_record, write_record
 from finetune.training.train import train
 
 __all__ = ["hub", "sleep_durations", "upload_in_fork"]  # fixtures
@@ -122,17 +124,23 @@ def test_uniform_soup_is_the_mean_of_the_weights(runs: Path, tmp_path: Path) -> 
     assert read_results(tmp_path / "out")["average"]["runs"] == names
 
 
-def test_weights_that_change_meanwhile_are_refused(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["other weights", "longer run"])
+def test_a_run_that_changes_meanwhile_is_refused(
+    change: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are mapped, so that a file that is copied over another one changes the average."""
+    """Weights are mapped, so that a file that is copied over another one changes the average."""
     for name in ("a", "b"):
         shutil.copytree(runs / name, tmp_path / name)
     measure = average.evaluate
 
     def replace_and_evaluate(*args: Any, **kwargs: Any) -> Any:
-        weights = (runs / "c" / "model" / "model.safetensors").read_bytes()
-        (tmp_path / "a" / "model" / "model.safetensors").write_bytes(weights)
+        if change == "longer run":
+            record = read_record(RunDir(tmp_path / "a"))
+            record.pop("model_sha256", None)
+            write_record(RunDir(tmp_path / "a"), record)
+        else:
+            weights = (runs / "c" / "model" / "model.safetensors").read_bytes()
+            (tmp_path / "a" / "model" / "model.safetensors").write_bytes(weights)
         return measure(*args, **kwargs)
 
     monkeypatch.setattr(average, "evaluate", replace_and_evaluate)

@@ -206,6 +206,22 @@ runpy.run_path("app.py", run_name="__main__")
 """
 
 
+def test_a_model_that_changes_during_the_export_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_model = space._copy_model
+
+    def copy_other_weights(name: str, target: Path) -> None:
+        copy_model(name, target)
+        state = load_file(target / "model.safetensors")
+        save_file({key: value + 1 for key, value in state.items()}, target / "model.safetensors")
+
+    monkeypatch.setattr(space, "_copy_model", copy_other_weights)
+    with refused("weights.damaged", "during the export"):
+        export_space(model, tmp_path / "space")
+    assert not list((tmp_path / "space").iterdir())
+
+
 def test_a_space_with_another_model_does_not_start(exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "space"
     shutil.copytree(exported, folder)

@@ -368,6 +368,10 @@ class TestHttpServer:
         assert [split.labels.tolist() for split in splits] == [[0, 1], [1, 0], [1, 0]]
         keys = [split.cache_key() for split in splits]
         assert keys[0] != keys[1] == keys[2]
+        write_file(server.folder / "get", tar_bytes(members))  # the labels of b
+        other = open_source(f"tar:{server.url}/get?file=c").splits["train"]
+        assert other.labels.tolist() == splits[1].labels.tolist()
+        assert other.fingerprint != splits[1].fingerprint == splits[2].fingerprint
 
     def test_server_without_etag_and_date(self, server: RangeServer) -> None:
         """No cached content may be used for another file; all images have one size."""

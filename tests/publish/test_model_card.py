@@ -140,6 +140,8 @@ def test_changed_metrics_are_named() -> None:
     changes = {"metrics_changed": True, "numerics_changed": ["processes 2 -> 1"]}
     card = render_card(card_content(record={**card_content().record, **changes}))
     assert "- changed at a resume: processes 2 -" in card
+    not_tested = {key: value for key, value in card_content().results.items() if key != "test"}
+    assert "evaluated once" not in render_card(card_content(results=not_tested))
     assert "> **Changed metrics:** metrics.jsonl was changed after the run had written it;" in card
     assert "Changed metrics" not in render_card(card_content())
 

@@ -218,6 +218,12 @@ def test_resume_refuses_other_class_names_of_a_head_that_is_kept(
         start(run, setup("2", "1", "other"), resume=True)
 
 
+def test_a_search_without_its_record_is_not_replaced(run: RunDir) -> None:
+    (run.path / "trials").mkdir()
+    with refused("setup.run_exists"):
+        start(run, make_setup())
+
+
 def test_resume_refuses_weights_with_another_config(run: RunDir, tmp_path: Path) -> None:
     write_timm_folder(tmp_path / "net")
     config_path = tmp_path / "net" / "config.json"

@@ -144,7 +144,6 @@ class RunDir:
         self._lock: IO[bytes] | None = None
         self._metrics: IO[bytes] | None = None
         self._metrics_hash = hashlib.sha256()  # of what the file should have
-        self._metrics_size = 0
         self._metrics_run_id: str | None = None
         self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
 
@@ -309,17 +308,15 @@ class RunDir:
             except OSError:
                 self._metrics.truncate(end)
                 raise
-            self._metrics_size = self._metrics.tell()
             self._metrics_hash.update(body)
 
     def _is_metrics_file_changed(self, file: IO[bytes]) -> bool:
+        """True if metrics.jsonl is another file than the open one, or does not end where it was."""
         try:
             now = (self.path / "metrics.jsonl").stat()
         except FileNotFoundError:
             return True
-        return (
-            not os.path.samestat(now, os.fstat(file.fileno())) or now.st_size != self._metrics_size
-        )
+        return not os.path.samestat(now, os.fstat(file.fileno())) or now.st_size != file.tell()
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, without lines that are damaged or of another run.

@@ -487,10 +487,9 @@ def _config_entries(setup: TrainingSetup) -> dict[str, dict[str, Any]]:
 def _num_common_steps(run: RunDir, setup: TrainingSetup, recorded_num_steps: int) -> int:
     """Return the number of first steps that have the same learning rates in both run lengths.
 
-    The steps after the newest checkpoint are not compared: they count if all before them do.
-
     These are all steps of the shorter run with a constant learning rate, and otherwise those before
-    the decay, or in the warm-up.
+    the decay, or in the warm-up. Only the steps up to the newest checkpoint are compared; if these
+    are the same, all steps of the shorter run count.
     """
     num_steps = min(setup.num_steps, recorded_num_steps)
     for step in range(min(num_steps, max(run.checkpoint_steps(), default=0))):

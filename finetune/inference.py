@@ -83,6 +83,7 @@ class Classifier:
         selective: threshold of an answer; None to answer always.
         set_thresholds: K thresholds of prediction sets; None for no sets.
         unknown_score: the score for images of no known class; None not to mark them.
+        weights_sha256: sha256 of the weights file; None if unknown.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Classifier:
         selective: SelectiveThreshold | None = None,
         set_thresholds: NDArray[np.float64] | None = None,
         unknown_score: UnknownClassScore | None = None,
+        weights_sha256: str | None = None,
     ) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = network.to(self.device).eval()
@@ -110,6 +112,7 @@ class Classifier:
         self.selective = selective
         self.set_thresholds = set_thresholds
         self.unknown_score = unknown_score
+        self.weights_sha256 = weights_sha256
         self._recorder = None if unknown_score is None else PreLogitsRecorder(self.network)
         self._with_features = with_features
         # compute the logits from the features, in one forward pass, if the network allows it
@@ -212,6 +215,7 @@ class Classifier:
             selective=selective,
             set_thresholds=sets,
             unknown_score=unknown_score,
+            weights_sha256=built.provenance.get("sha256"),
         )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
@@ -268,7 +272,8 @@ class Classifier:
         """Classify images.
 
         Args:
-            paths: files, folders (searched recursively) and glob patterns, or PIL images.
+            paths: files, folders (searched recursively) and glob patterns, or PIL images. An
+                iterator is read to its end before the first image is decoded.
             top_k: predictions per image, the most probable first; at most K.
             batch_size: images per forward pass; None for 8 on a CPU, else 64.
             progress: True to show a progress bar on standard error.
@@ -281,7 +286,7 @@ class Classifier:
             `set_thresholds`, it has "prediction_set", a list like "predictions", never empty. With
             `unknown_score`, it has "unknown", True for an image of no known class.
         Raises: RecipeError if top_k or batch_size is below 1; WeightsError if an output is not
-            finite.
+            finite; DataError if an iterator returns one PIL image twice.
         """
         files = find_images([paths] if isinstance(paths, str | Path | Image.Image) else paths)
         return list(

@@ -32,6 +32,7 @@ __all__ = [
     "is_hub_name",
     "local_model_folder",
     "model_title",
+    "pin_hub_commit",
     "summarize_model",
 ]
 
@@ -44,6 +45,15 @@ _REMOTE_SOURCE = re.compile(r"hub:|tar:.*://")  # opening these sources would do
 def is_hub_name(model: str) -> bool:
     """Return True for `hf-hub:owner/name`."""
     return model.startswith(("hf-hub:", "hf_hub:"))
+
+
+def pin_hub_commit(model: str) -> str:
+    """Add its commit to the name of a Hub model, so that all files are read from one commit."""
+    if not is_hub_name(model):
+        return model
+    repository, _, revision = model.split(":", 1)[1].partition("@")
+    commit = download_hub_file(repository, "config.json", revision or None).commit
+    return f"hf-hub:{repository}@{commit}" if commit else model
 
 
 def local_model_folder(model: str) -> Path | None:
@@ -75,6 +85,13 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
     classes = pluralize(len(classifier.class_names), "class", "classes")
     facts = [classes, f"input {width} × {height} pixels"]
     results = _read_results(model) or {}
+    evaluated = results.get("model_sha256")
+    if (
+        None not in (evaluated, classifier.weights_sha256)
+        and evaluated != classifier.weights_sha256
+    ):
+        logger.warning(f"no metrics are shown: {model}: results.json is of other weights")
+        results = {}
     split_name, metrics = "test", results.get("test")
     if not metrics:
         split_name, metrics = "validation", results.get("val")

@@ -11,7 +11,12 @@ from typing import Any, NoReturn
 from finetune import process_lifecycle
 from finetune.demo.app import PageContent, build_app, import_gradio, theme_options
 from finetune.demo.middleware import DemoMiddleware
-from finetune.demo.model_summary import copy_example_images, model_title, summarize_model
+from finetune.demo.model_summary import (
+    copy_example_images,
+    model_title,
+    pin_hub_commit,
+    summarize_model,
+)
 from finetune.demo.uploads import temporary_workspace
 from finetune.errors import Interrupted, SetupError
 from finetune.inference import Classifier
@@ -47,6 +52,7 @@ def serve(
     """
     import_gradio()
     port = resolve_port(host, port)
+    model = pin_hub_commit(model)
     classifier = Classifier.load(model, mark_unknown=None)
     with temporary_workspace() as workspace:
         content = PageContent(

@@ -29,6 +29,7 @@ from finetune.demo.model_summary import (
     is_hub_name,
     local_model_folder,
     model_title,
+    pin_hub_commit,
     summarize_model,
 )
 from finetune.demo.server import run_server
@@ -86,16 +87,17 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
     _check_target(target)
     local_folder = local_model_folder(model)
     sha256_before = None if local_folder is None else _hash_model(local_folder)
+    pinned = pin_hub_commit(model)
     # load the model first, so that no Space is written that cannot start
-    classifier = Classifier.load(model, device="cpu")
-    reference, license_id = _hub_reference_and_license(model)
+    classifier = Classifier.load(pinned, device="cpu")
+    reference, license_id = _reference_and_license(pinned)
     export_info: dict[str, Any] = {
         "made_by": _MADE_BY,
         "model": reference,
         "eval": classifier.pipeline.transform_spec,
         "decode_size": classifier.pipeline.decode_size,
         "title": model_title(model),
-        "facts": summarize_model(model, classifier),
+        "facts": summarize_model(pinned, classifier),
     }
     try:
         _remove_earlier_export(target)
@@ -222,15 +224,12 @@ def _remove_earlier_export(target: Path) -> None:
             shutil.rmtree(target / name)
 
 
-def _hub_reference_and_license(model: str) -> tuple[str | None, str | None]:
-    """Return the Hub reference for the Space (None for a local model), and the license or None."""
+def _reference_and_license(model: str) -> tuple[str | None, str | None]:
+    """Return the reference for the Space (None for a local model), and the license or None."""
     if is_hub_name(model):
         repository, _, revision = model.split(":", 1)[1].partition("@")
         config = download_hub_file(repository, "config.json", revision or None)
-        commit = config.commit or revision
-        return f"hf-hub:{repository}@{commit}" if commit else model, _read_license(
-            config.path.parent
-        )
+        return model, _read_license(config.path.parent)
     folder = local_model_folder(model)
     if folder is not None:
         return None, _read_license(folder)

@@ -23,7 +23,7 @@ from finetune.demo.markup import (
     render_header,
     stylesheet,
 )
-from finetune.demo.model_summary import model_title, summarize_model
+from finetune.demo.model_summary import model_title, pin_hub_commit, summarize_model
 from finetune.demo.predictor import TOP_K
 from finetune.demo.space import space_card
 from finetune.errors import RecipeError, WeightsError
@@ -71,7 +71,8 @@ def write_static_page(
     with explain_disk_errors(target, option=_OPTION):
         target.parent.mkdir(parents=True, exist_ok=True)
         with staging_folder(target) as page:
-            export_model(model, out=str(page))
+            pinned = pin_hub_commit(model)
+            export_model(pinned, out=str(page))
             if (page / "model.onnx.data").exists():
                 raise WeightsError(
                     f"{model}: too large for a browser (more than 1.9 GB); use a smaller model",
@@ -79,9 +80,14 @@ def write_static_page(
                 )
             for name, source in _ORT_FILES.items():
                 shutil.copyfile(package / "dist" / source, page / name)
-            classifier = Classifier.load(model, device="cpu")
+            classifier = Classifier.load(pinned, device="cpu")
             certificate = json.loads((page / "certificate.json").read_bytes())
-            text = _render_page(model, classifier, certificate["export"]["sha256"]["model.onnx"])
+            if certificate["source"]["sha256"] != classifier.weights_sha256:
+                raise WeightsError(
+                    f"{model}: has changed during the export; export it again",
+                    code="weights.damaged",
+                )
+            text = _render_page(pinned, classifier, certificate["export"]["sha256"]["model.onnx"])
             (page / "index.html").write_text(text, encoding="utf-8")
             card = space_card(
                 model_title(model),

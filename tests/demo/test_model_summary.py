@@ -21,16 +21,20 @@ from finetune.demo.model_summary import (
     copy_example_images,
     local_model_folder,
     model_title,
+    pin_hub_commit,
     summarize_model,
 )
 from finetune.errors import WeightsError
 from finetune.files import file_sha256
 from finetune.formatting import TOO_FEW_IMAGES_NOTE
 from finetune.hub.download import CachedHubFile
+from finetune.inference import Classifier
 from finetune.model_checksums import add_description_checksums
 
 CLASSIFIER: Any = SimpleNamespace(
-    class_names=["a", "b", "c"], pipeline=SimpleNamespace(image_size=(32, 48))
+    class_names=["a", "b", "c"],
+    pipeline=SimpleNamespace(image_size=(32, 48)),
+    weights_sha256=None,
 )
 
 
@@ -68,6 +72,19 @@ def test_metrics_of_a_run(run_folder: Path) -> None:
     expected = ["3 classes", "input 48 × 32 pixels", "accuracy 66.6 % on 10,000 test images"]
     assert summarize_model(str(run_folder), CLASSIFIER) == expected
     assert summarize_model(str(run_folder / "model"), CLASSIFIER) == expected
+
+
+def test_metrics_of_other_weights_are_not_shown(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    classifier = Classifier.load(run_folder)
+    path = run_folder / "results.json"
+    results = json.loads(path.read_text())
+    path.write_text(json.dumps(results | {"model_sha256": classifier.weights_sha256}))
+    assert "66.6 %" in summarize_model(str(run_folder), classifier)[2]
+    path.write_text(json.dumps(results | {"model_sha256": "0" * 64}))
+    assert len(summarize_model(str(run_folder), classifier)) == 2
+    assert "of other weights" in caplog.text
 
 
 def test_results_in_the_model_folder_take_precedence(run_folder: Path) -> None:
@@ -150,6 +167,13 @@ def test_metrics_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     monkeypatch.setattr(summary_module, "download_hub_file", fail_download)
     assert len(summarize_model("hf-hub:alice/birds", CLASSIFIER)) == 2
+
+
+def test_all_files_of_a_hub_model_are_of_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CachedHubFile(Path("config.json"), "0123abc", None)
+    monkeypatch.setattr(summary_module, "download_hub_file", lambda *_: config)
+    assert pin_hub_commit("hf-hub:alice/birds@main") == "hf-hub:alice/birds@0123abc"
+    assert pin_hub_commit("embedded:vit_nano") == "embedded:vit_nano"
 
 
 def test_examples_come_from_the_test_data_of_the_run(run_folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from PIL import Image
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from finetune.demo import space
+from finetune.demo import model_summary, space
 from finetune.demo.space import export_space, run_space
 from finetune.hub.download import CachedHubFile
 from finetune.inference import Classifier
@@ -167,7 +167,8 @@ def test_hub_model_is_pinned_to_its_commit(
     monkeypatch.setattr(space.Classifier, "load", lambda name, **options: load(model, device="cpu"))
     monkeypatch.setattr(space, "summarize_model", lambda *_: [])
     config = CachedHubFile(Path(model) / "config.json", sha, None)
-    monkeypatch.setattr(space, "download_hub_file", lambda *_: config)
+    for module in (space, model_summary):
+        monkeypatch.setattr(module, "download_hub_file", lambda *_: config)
     export_space("hf-hub:alice/flowers@v1", tmp_path / "space")
     log = json.loads((tmp_path / "space" / "demo.json").read_text())
     assert log["model"] == f"hf-hub:alice/flowers@{sha}"

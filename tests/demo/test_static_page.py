@@ -6,6 +6,7 @@ import base64
 import functools
 import http.server
 import io
+import json
 import os
 import shutil
 import threading
@@ -269,8 +270,10 @@ def test_multilabel_names_and_thresholds(
     save_model(tmp_path / "saved", built, built.model.state_dict(), **options)
 
     def copy_export(model: str, out: str) -> None:
-        for name in ("model.onnx", "certificate.json"):
-            shutil.copy(page / name, out)
+        shutil.copy(page / "model.onnx", out)
+        record = json.loads((page / "certificate.json").read_text())
+        record["source"]["sha256"] = Classifier.load(model).weights_sha256
+        (Path(out) / "certificate.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(static_page, "export_model", copy_export)
     write_static_page(str(tmp_path / "saved"), tmp_path / "page", ort_web=require_ort_web())
@@ -323,6 +326,14 @@ def test_refusals_and_failures_leave_nothing(
         write_static_page(NANO, tmp_path / "full" / "notes.txt", ort_web=ort_web)
     with refused("setup.missing_package", "--static", "npm install"):
         write_static_page(NANO, tmp_path / "new", ort_web=str(tmp_path))
+
+    def export_other_weights(model: str, *, out: str) -> None:
+        record = {"source": {"sha256": "0" * 64}, "export": {}}
+        (Path(out) / "certificate.json").write_text(json.dumps(record))
+
+    with monkeypatch.context() as patch, refused("weights.damaged", "during the export"):
+        patch.setattr(static_page, "export_model", export_other_weights)
+        write_static_page(NANO, tmp_path / "new", ort_web=ort_web)
 
     def fail(*arguments: Any) -> str:
         raise KeyboardInterrupt

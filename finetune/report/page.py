@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from finetune.data.source import Split
-from finetune.errors import RecipeError
+from finetune.errors import CheckpointError, RecipeError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.evaluation.learning_curve import format_gain
@@ -29,7 +29,13 @@ from finetune.report.comparison import (
 from finetune.report.doctor_findings import DoctorFindings
 from finetune.report.figure_style import to_svg
 from finetune.report.html import render_html
-from finetune.report.run_data import SPLIT_NAMES, Run, format_decimal, read_run
+from finetune.report.run_data import (
+    SPLIT_NAMES,
+    Run,
+    format_decimal,
+    has_changed_since_read,
+    read_run,
+)
 from finetune.report.sections import (
     claim_rows,
     class_columns,
@@ -200,7 +206,7 @@ def _write_run_page(
     contents = [
         (key, labels.get(key, key.capitalize())) for key in all_anchors if anchors.get(key, True)
     ]
-    return _render_page(page, "run.html", contents=contents, **content)
+    return _render_page(page, "run.html", [run], contents=contents, **content)
 
 
 def _curve_svgs(run: Run) -> list[str]:
@@ -297,6 +303,7 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
     return _render_page(
         page,
         "compare.html",
+        runs,
         title=f"{len(runs)} runs compared",
         remark=" ".join(dict.fromkeys(run.recipe.run.note for run in runs if run.recipe.run.note)),
         lead=f"{recipe_count}: {', '.join(group.name for group in groups)}",
@@ -324,7 +331,17 @@ def _relative_link(target: Path, page: Path) -> str:
     return quote(os.fsencode(os.path.relpath(target.resolve(), page.parent.resolve())))
 
 
-def _render_page(page: Path, template: str, **content: Any) -> Path:
-    """Render a template and replace the page atomically."""
-    write_atomically(page, render_html(template, script="sort.js", **content))
+def _render_page(page: Path, template: str, shown: Sequence[Run], **content: Any) -> Path:
+    """Render a template and replace the page atomically.
+
+    Raises: CheckpointError if a shown run has changed since it was read.
+    """
+    text = render_html(template, script="sort.js", **content)
+    for run in shown:
+        if has_changed_since_read(run):
+            raise CheckpointError(
+                f"{run.path}: has changed while the page was written; run the command again",
+                code="checkpoint.changed",
+            )
+    write_atomically(page, text)
     return page

@@ -39,6 +39,7 @@ __all__ = [
     "format_decimal",
     "format_duration",
     "format_percent",
+    "has_changed_since_read",
     "has_too_few_images",
     "read_run",
     "use_narrow_spaces",
@@ -270,6 +271,12 @@ def read_run(path: Path) -> Run:
         class_names=[*names, *map(str, range(len(names), num_classes))],
         training_images=_read_json(path, TRAINING_IMAGES_FILE),
     )
+
+
+def has_changed_since_read(run: Run) -> bool:
+    """True if run.json was changed, for example because the run has ended."""
+    record = RunDir(run.path).read_json("run.json") or {}
+    return record | {"metrics_changed": run.record["metrics_changed"]} != run.record
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:

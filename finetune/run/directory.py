@@ -219,10 +219,24 @@ class RunDir:
                 file.close()
         self._metrics = self._lock = self._lock_pid = None
 
+    def _check_not_replaced(self) -> None:
+        """Raise SetupError if the open run was moved or removed: the path may be of a new run."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat((self.path / ".lock").stat(), os.fstat(self._lock.fileno())):
+                return
+        raise SetupError(
+            f"{self.path}: was moved, removed or replaced during the run; nothing more is written "
+            "to it. Train again with another --out, or continue the moved folder with --resume",
+            code="setup.replaced",
+        )
+
     # Files of the run -----------------------------------------------------------------------
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file of the run atomically, formatted by `format_json`."""
+        self._check_not_replaced()
         write_atomically(self.path / name, format_json(content))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -284,6 +298,7 @@ class RunDir:
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl; warns if the file was changed since the last line."""
+        self._check_not_replaced()
         path = self.path / "metrics.jsonl"
         if self._metrics is not None and self._is_metrics_file_changed(self._metrics):
             warn_once(
@@ -385,6 +400,7 @@ class RunDir:
             num_bytes: estimated size, for the error message if the disk is full.
         Raises: SetupError if the disk is full or not writable.
         """
+        self._check_not_replaced()
         target = self.checkpoint_folder(step)
         # a random name rather than the process id, because containers reuse process ids
         temporary = self.checkpoints_folder / f".{target.name}.{os.urandom(4).hex()}"
@@ -403,6 +419,7 @@ class RunDir:
 
         Args: same as for `save_checkpoint`.
         """
+        self._check_not_replaced()
         name = os.urandom(4).hex()
         temporary = self.path / f".model.{name}.tmp"
         old = self.path / f".model.old.{name}.tmp"
@@ -523,6 +540,7 @@ class RunDir:
 
     def prune_checkpoints(self, keep: set[int]) -> None:
         """Remove all checkpoints except those of the given steps."""
+        self._check_not_replaced()
         for step in self.checkpoint_steps():
             if step not in keep:
                 # Rename first: an interruption must not leave half a checkpoint published.

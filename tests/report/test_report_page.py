@@ -24,6 +24,7 @@ from report_runs import (
 from finetune import __version__
 from finetune.data.open_source import open_source
 from finetune.evaluation.confidence_intervals import wilson_interval
+from finetune.report import page as page_module
 from finetune.report.page import write_comparison, write_report_pages, write_run_report
 
 HERE = Path(__file__).parent
@@ -117,6 +118,23 @@ class TestRunPage:
     def test_matches_the_reviewed_text(self, full_page: Page) -> None:
         assert full_page.reviewed_text == (HERE / "run_page.txt").read_text(encoding="utf-8")
         assert "batch_size: 64" in full_page.words  # part of the recipe
+
+    def test_run_that_changes_meanwhile_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs = [write_run_dir(tmp_path / name) for name in ("first", "second")]
+        render, numbers = page_module.render_html, itertools.count()
+
+        def change_and_render(*arguments: Any, **content: Any) -> str:
+            change_record(runs[1], status=f"stopped ({next(numbers)})")
+            return render(*arguments, **content)
+
+        monkeypatch.setattr(page_module, "render_html", change_and_render)
+        with refused("checkpoint.changed", runs[1], "again"):
+            write_run_report(runs[1])
+        with refused("checkpoint.changed", runs[1], "again"):
+            write_comparison(runs, tmp_path / "both.html")
+        assert not list(tmp_path.rglob("*.html"))
 
     def test_embeds_figures_and_images(self, full_page: Page) -> None:
         names = [found["aria-label"] for found in full_page.find_all("svg")]

@@ -354,6 +354,31 @@ def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir)
     assert [("4 lines" in line, str(path) in line) for line in lines] == [(True, True)]
 
 
+@pytest.mark.parametrize("change", ["move", "replace"])
+def test_nothing_is_written_into_a_run_that_takes_the_place_of_another(
+    change: str, run: RunDir, tmp_path: Path
+) -> None:
+    run.write_json("run.json", {"id": "first"})
+    run.path.rename(tmp_path / "moved")
+    if change == "replace":
+        with contextlib.closing(RunDir(run.path)) as new:
+            new.open()
+            new.write_json("run.json", {"id": "new"})
+    for write in (
+        lambda: run.write_json("run.json", {"id": "first"}),
+        lambda: run.append_metrics(metrics_line(1, 0.5)),
+        lambda: run.save_checkpoint(1, file_writer("a"), num_bytes=0),
+        lambda: run.publish_model(file_writer("a"), num_bytes=0),
+        lambda: run.prune_checkpoints(set()),
+    ):
+        with refused("setup.replaced", run.path, "--resume"):
+            write()
+    if change == "replace":
+        assert json.loads((run.path / "run.json").read_text()) == {"id": "new"}
+        assert not run.checkpoint_steps()
+    assert not (run.path / "model").exists()
+
+
 @pytest.mark.parametrize("change", ["replace", "remove", "cut"])
 def test_metrics_that_another_program_changes_are_said(change: str, run: RunDir) -> None:
     run.write_json("run.json", {"status": "running"})

@@ -190,7 +190,7 @@ class Distillation:
             "name": section.teacher,
             **{name: built.provenance.get(name) for name in names},
             "config_sha256": json_sha256(config),
-            **_recorded_accuracy(section.teacher),
+            **_recorded_accuracy(section.teacher, built.provenance.get("sha256")),
         }
 
     def _add_projection(self, network: nn.Module, images_BCHW: Tensor) -> None:
@@ -328,10 +328,11 @@ def _match_classes(name: str, built: BuiltModel, class_names: Sequence[str]) -> 
     )
 
 
-def _recorded_accuracy(name: str) -> dict[str, Any]:
+def _recorded_accuracy(name: str, weights_sha256: str | None) -> dict[str, Any]:
     """Read the teacher's test accuracy, else its validation accuracy, from its results.json.
 
-    Returns: a dict with keys "split", "top1" and "examples"; empty if no accuracy is recorded.
+    Returns: a dict with keys "split", "top1" and "examples"; empty if no accuracy of these weights
+        is recorded.
     Raises: WeightsError if results.json was changed.
     """
     folder = (
@@ -345,6 +346,8 @@ def _recorded_accuracy(name: str) -> dict[str, Any]:
             checksums = read_checksums(folder, source=name)
             sha256 = file_sha256(folder / "results.json")
             verify_checksum("results.json", sha256, checksums, source=name)
+            if results.get("model_sha256", weights_sha256) != weights_sha256:
+                return {}
         for split in ("test", "val"):
             metrics = (results or {}).get(split) or {}
             if metrics.keys() >= {"top1", "examples"}:

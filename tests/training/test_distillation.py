@@ -35,6 +35,7 @@ from finetune.models.save import BuiltModel
 from finetune.recipe.load import parse_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import RunDir
+from finetune.training import distillation
 from finetune.training.accelerator import create_accelerator
 from finetune.training.batch_size_finder import find_micro_batch_size
 from finetune.training.build_state import build_trainer_state
@@ -474,6 +475,9 @@ class TestRecords:
         assert "teacher `run`: kind logits at temperature 4, weight 0.5" in card
         assert f"{100 * top1:.2f} % accuracy on its own 40 test images" in card
         assert str(teacher.parent) not in card
+        sha256 = json.loads((teacher / "results.json").read_text())["model_sha256"]
+        assert distillation._recorded_accuracy(str(teacher), sha256)["top1"] == top1
+        assert distillation._recorded_accuracy(str(teacher), "0" * 64) == {}
         copy = shutil.copytree(teacher / "model", tmp_path / "copy")
         results = json.loads((copy / "results.json").read_text())
         (copy / "results.json").write_text(

@@ -124,7 +124,7 @@ def export_model(
     )
     target = resolve_output_path(model, format, out, preprocessing=preprocessing)
     record_path = target.with_name(CERTIFICATE if preprocessing else f"{target.name}.json")
-    _check_not_foreign(target, record_path)
+    _check_not_foreign(target, record_path, None if out else _source_name(model))
     require_packages(format)
     versions = check_runtimes(
         certify_in, ort_web, format=format, preprocessing=preprocessing, precision=precision
@@ -302,12 +302,26 @@ def _short_name(model: str) -> str:
     return re.split(r"[/:]", model.partition("@")[0])[-1] or "model"
 
 
-def _check_not_foreign(target: Path, record_path: Path) -> None:
-    """Raise SetupError if the file exists, unless the record of an export names it."""
+def _source_name(model: str) -> str:
+    """Return the model's name without folders, which may be private."""
+    return _short_name(model) if os.path.exists(model) else drop_folders(model)
+
+
+def _check_not_foreign(target: Path, record_path: Path, required_source: str | None) -> None:
+    """Raise SetupError if the file exists, unless the record of an export names it.
+
+    With `required_source`, this must be an export of the model of that name.
+    """
     try:
-        names = [*json.loads(record_path.read_bytes())["export"]["sha256"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        names = []
+        record = json.loads(record_path.read_bytes())
+        names, source = [*record["export"]["sha256"]], record.get("source", {}).get("model")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names, source = [], None
+    if target.name in names and required_source not in (None, source):
+        raise SetupError(
+            f"{target}: exists, an export of {source}; choose another place with --out",
+            code="setup.exists",
+        )
     known = {*names, record_path.name} if target.name in names else set()
     for path in (target, record_path, target.with_name(f"{target.name}.data")):
         if path.name not in known and os.path.lexists(path):
@@ -336,9 +350,8 @@ def _build_metadata(
     preprocessing = built.preprocessing
     published = spec_to_preprocessing(preprocessing, pipeline.transform_spec)
     provenance = {key: built.provenance.get(key) for key in _PROVENANCE_KEYS}
-    source = _short_name(model) if os.path.exists(model) else drop_folders(model)
     metadata = {
-        "source": {"model": source, "architecture": built.architecture, **provenance},
+        "source": {"model": _source_name(model), "architecture": built.architecture, **provenance},
         "classes": classes,
         "preprocessing": {
             "channels": "RGB",

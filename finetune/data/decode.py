@@ -20,6 +20,7 @@ import io
 import os
 import re
 import struct
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -63,6 +64,8 @@ _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_INTEGER_BYTES = {3: 2, 4: 4}  # bytes of SHORT and LONG, the types that TIFF 6.0 allows
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 HEIC_HINT = f"to read HEIC photos, {install_hint('heic')}"
+# loading a PIL image changes it, and several threads may have the same one
+_PIL_IMAGE_LOCK = threading.Lock()
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 # our own limit is lower and raises an error; PIL's warning would only repeat it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -95,7 +98,8 @@ def decode_image(
     """
     try:
         if isinstance(data, Image.Image):
-            return _decode_pil_image(data, None)
+            with _PIL_IMAGE_LOCK:
+                return _decode_pil_image(data, None)
         if isinstance(data, bytes):
             return _decode_stream(io.BytesIO(data), decode_size, buffer)
         opened = open_dataset_file(Path(data)) if isinstance(data, str | Path) else data

@@ -55,10 +55,20 @@ def find_images(
         expand_patterns: expand glob patterns; if False, take every path literally.
     Returns: a list with (path or image, None) for each image, and (path, error) for each path
         where none is found.
+    Raises: DataError if an iterator returns one PIL image twice, as `ImageSequence.Iterator` does:
+        its earlier frame or pixels would be lost.
     """
     files: list[ImageInput] = []
+    image_ids: set[int] = set()  # unique, because `files` keeps the images alive
     for given in paths:
         if isinstance(given, Image.Image):
+            if id(given) in image_ids and not isinstance(paths, Sequence):
+                raise DataError(
+                    "the iterator returns the same PIL image twice, perhaps with other pixels; "
+                    "yield copies: image.copy()",
+                    code="data.ambiguous",
+                )
+            image_ids.add(id(given))
             files.append((given, None))
             continue
         path = os.fspath(given)

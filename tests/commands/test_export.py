@@ -352,6 +352,18 @@ def test_file_that_is_not_an_export_is_not_overwritten(
         export_model(NANO, preprocessing=False, out=str(tmp_path))
 
 
+def test_without_out_an_export_of_another_model_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.onnx").write_bytes(b"weights")
+    record = {"source": {"model": "birds"}, "export": {"sha256": {"model.onnx": ""}}}
+    Path("certificate.json").write_text(json.dumps(record))
+    with refused("setup.exists", "model.onnx", "birds", "--out"):
+        export_model(NANO)
+    assert Path("model.onnx").read_bytes() == b"weights"
+
+
 def test_failed_replace_removes_the_old_preprocessing(
     fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

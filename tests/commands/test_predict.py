@@ -20,7 +20,7 @@ import pytest
 import timm
 import torch
 from networks import forget_checksums
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, ImageSequence
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
@@ -196,7 +196,9 @@ def test_ties_are_sorted_by_class_index(model: Path, photos: Path) -> None:
     assert [one["index"] for one in row["predictions"]] == [0, 1, 2]
 
 
-def test_pil_images_are_classified_like_their_files(model: Path, photos: Path) -> None:
+def test_pil_images_are_classified_like_their_files(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
     classifier = Classifier.load(model, device="cpu")
     files = [photos / f"{number}.png" for number in range(2)]
     expected = [row["predictions"] for row in classifier.predict(files)]
@@ -204,6 +206,13 @@ def test_pil_images_are_classified_like_their_files(model: Path, photos: Path) -
     assert [row["predictions"] for row in rows] == expected
     assert [row["path"] for row in rows] == [None, str(files[1])]
     (broken,) = classifier.predict(Image.new("F", (3, 3), 2.0))
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "frames.tif", save_all=True, append_images=frames[1:])
+    with Image.open(tmp_path / "frames.tif") as opened:
+        with refused("data.ambiguous", "image.copy()"):
+            classifier.predict(ImageSequence.Iterator(opened))
+        copies = classifier.predict(frame.copy() for frame in ImageSequence.Iterator(opened))
+    assert copies == classifier.predict(frames)
     assert broken.pop("error").startswith("gray values from 2 to 2")
     assert broken == {"path": None}
 

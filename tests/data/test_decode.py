@@ -8,6 +8,7 @@ import os
 import struct
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -514,3 +515,12 @@ def test_hwc_to_chw_shares_memory() -> None:
     assert pixels_CHW.shape == (3, 4, 5)
     assert np.array_equal(pixels_CHW.permute(1, 2, 0).numpy(), random_pixels(4, 5))
     assert pixels_CHW.data_ptr() == pixels_HWC.ctypes.data
+
+
+def test_a_pil_image_that_several_threads_decode(tmp_path: Path) -> None:
+    """PIL loads a file when its pixels are first needed, which is not thread-safe."""
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "large.png")
+    with Image.open(tmp_path / "large.png") as image, ThreadPoolExecutor(8) as pool:
+        for pixels in pool.map(decode_image, [image] * 16):
+            np.testing.assert_array_equal(pixels, noise)

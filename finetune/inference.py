@@ -177,7 +177,7 @@ class Classifier:
         check_is_changeable(built, str(model), "--features", with_features)
         class_names: list[str] = []
         if with_features and not getattr(built.model, "num_classes", 0):
-            pipeline = load_eval_pipeline(model, built.preprocessing)
+            pipeline = load_eval_pipeline(model, built)
         else:
             pipeline, class_names = eval_pipeline_and_class_names(model, built)
         thresholds = _resolve_thresholds(
@@ -525,7 +525,7 @@ def eval_pipeline_and_class_names(
     if built.pipeline is not None:
         return built.pipeline, names
     if use_recipe:
-        return load_eval_pipeline(model, built.preprocessing), names
+        return load_eval_pipeline(model, built), names
     return build_pipeline(built.preprocessing), names
 
 

@@ -57,14 +57,15 @@ from finetune.formatting import (
 from finetune.host_resources import num_cores
 from finetune.inference import get_num_classes
 from finetune.log import logger
-from finetune.models.exported import ExportedPipeline, load_model
+from finetune.models.exported import ExportedPipeline
 from finetune.models.save import BuiltModel
 from finetune.progress import item_bar
 from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
 from finetune.run.directory import format_json
-from finetune.run.record import describe_split_decisions, load_run_recipe
+from finetune.run.eval_pipeline import load_run_model
+from finetune.run.record import describe_split_decisions
 from finetune.training.accelerator import create_run_accelerator
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ def compare_models(
     if out is not None:
         make_writable_folder(Path(out), option="--out")
     names = (first, second)
-    recipes = [load_run_recipe(name) for name in names]
-    built = [load_model(name) for name in names]
+    recipes, built = zip(*(load_run_model(name) for name in names), strict=True)
     section, seed = resolve_data_section(first, recipes[0], data)
     _check_same_classes(names, built)
     if fail_if is not None and fail_if.metric == "top5" and get_num_classes(first, built[0]) <= 5:

@@ -54,7 +54,7 @@ from finetune.model_checksums import (
     weights_hashes,
     with_checksums,
 )
-from finetune.models.exported import check_is_changeable, load_model
+from finetune.models.exported import check_is_changeable
 from finetune.models.features import enable_feature_input
 from finetune.models.save import BuiltModel
 from finetune.models.tta import FlipTTA
@@ -64,9 +64,9 @@ from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
 from finetune.run.directory import RunDir, format_json, lock_run_of_model
+from finetune.run.eval_pipeline import load_run_model
 from finetune.run.record import (
     describe_split_decisions,
-    load_run_recipe,
     read_record,
     warn_of_copied_shards,
 )
@@ -165,9 +165,8 @@ def evaluate_model(
                 code="setup.exists",
             )
         make_writable_folder(Path(out), option="--out")
-    recipe = load_run_recipe(model)
+    recipe, built = load_run_model(model)
     section, seed = resolve_data_section(model, recipe, data)
-    built = load_model(model)
     check_is_changeable(built, model, "--tta", tta)
     check_is_changeable(built, model, "--corrupt", corrupt)
     num_classes = get_num_classes(model, built)

@@ -81,7 +81,7 @@ def show_model(
     """
     built = build_model(str(model))
     network = built.model.eval()
-    pipeline = load_eval_pipeline(model, built.preprocessing)
+    pipeline = load_eval_pipeline(model, built)
     paths, batch_BCHW = read_images(images, pipeline)
     preprocessing = built.preprocessing
     drawings: dict[str, Callable[[], Figure]] = {

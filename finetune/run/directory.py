@@ -513,11 +513,13 @@ class RunDir:
             return None  # damaged: a resume skips it, so its best one is not needed
         return best if isinstance(best, int) else None
 
-    def copy_checkpoint(self, source: RunDir, step: int) -> None:
+    def copy_checkpoint(self, source: RunDir, step: int, *, run_id: str | None) -> None:
         """Copy an intact checkpoint of another run, as a checkpoint of this run.
 
-        Raises: CheckpointError if it changes meanwhile, because the other run is training;
-            SetupError if the disk is full or not writable.
+        Args:
+            run_id: the id of the other run.
+        Raises: CheckpointError if it changes meanwhile, because the other run is training or was
+            replaced; SetupError if the disk is full or not writable.
         """
         folder = source.checkpoint_folder(step)
 
@@ -529,7 +531,10 @@ class RunDir:
                     raise FileNotFoundError(folder / name)
 
         try:
-            files = load_json(folder / MANIFEST)["files"]
+            manifest = load_json(folder / MANIFEST)
+            if manifest["run"] != run_id:
+                raise FileNotFoundError(folder)
+            files = manifest["files"]
             num_bytes = sum(entry["bytes"] for entry in files.values())
             self.save_checkpoint(step, copy_files, num_bytes=num_bytes)
         except FileNotFoundError as error:

@@ -200,12 +200,13 @@ def start_or_resume(
     record["numerics"] = numerics
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
+    continued_id = record.get("id")
     if is_branch and start_step:
-        branched_from = {"run": record.get("id"), "step": start_step}
+        branched_from = {"run": continued_id, "step": start_step}
         record = {**record, **_new_id(), "branched_from": branched_from}
     write_record(run, record)
     if is_branch and start_step:
-        _copy_history(source, run, step=start_step)
+        _copy_history(source, run, step=start_step, run_id=continued_id)
     elif start_step:
         run.drop_metrics_after(start_step)
     return start_step
@@ -304,7 +305,7 @@ def _new_id() -> RunRecord:
     return {"id": uuid.uuid4().hex, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def _copy_history(source: RunDir, run: RunDir, *, step: int) -> None:
+def _copy_history(source: RunDir, run: RunDir, *, step: int, run_id: str | None) -> None:
     """Copy the metrics up to a step, the best checkpoint by then, and last the step's checkpoint.
 
     A kill leaves no checkpoint, or those of an earlier step, from which the run can continue.
@@ -314,8 +315,8 @@ def _copy_history(source: RunDir, run: RunDir, *, step: int) -> None:
             run.append_metrics(line)
     best = source.best_step_at(step)
     if best not in (None, step) and source.verify_checkpoint(best) is None:
-        run.copy_checkpoint(source, best)
-    run.copy_checkpoint(source, step)
+        run.copy_checkpoint(source, best, run_id=run_id)
+    run.copy_checkpoint(source, step, run_id=run_id)
 
 
 def check_no_existing_run(run: RunDir, *, has_stage: bool) -> None:

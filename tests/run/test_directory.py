@@ -354,6 +354,19 @@ def test_damaged_metrics_lines_are_counted_and_do_not_affect_others(run: RunDir)
     assert [("4 lines" in line, str(path) in line) for line in lines] == [(True, True)]
 
 
+def test_only_a_checkpoint_of_the_branched_run_is_copied(run: RunDir, tmp_path: Path) -> None:
+    run.write_json("run.json", {"id": "first"})
+    run.save_checkpoint(1, file_writer("a"), num_bytes=0)
+    with contextlib.closing(RunDir(tmp_path / "branch")) as branch:
+        branch.open()
+        branch.write_json("run.json", {"id": "branch"})
+        with refused("checkpoint.damaged", run.path, "again"):
+            branch.copy_checkpoint(run, 1, run_id="another")
+        assert not branch.checkpoint_steps()
+        branch.copy_checkpoint(run, 1, run_id="first")
+        assert branch.verify_checkpoint(1) is None
+
+
 @pytest.mark.parametrize("change", ["move", "replace"])
 def test_nothing_is_written_into_a_run_that_takes_the_place_of_another(
     change: str, run: RunDir, tmp_path: Path

@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from logs import logged
 from refusals import refused
 
 from finetune.errors import WeightsError
 from finetune.hub.download import CachedHubFile, FileNotInRepoError
 from finetune.models.weights import transformers_config
 from finetune.models.weights.transformers_config import resolve_classifier
+from finetune.transforms.eval_transforms import build_pipeline
+from finetune.transforms.preprocessing import resolve_preprocessing
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 CONFIG = {"model_type": "cvt", "architectures": ["X"], "id2label": {"1": "b", "0": "a"}}
+VIT = {"image_processor_type": "ViTImageProcessor"}
+CLIP = {"image_processor_type": "CLIPImageProcessor"}
 MEAN_AND_STD = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 
 
@@ -33,9 +39,9 @@ def write_config(folder: Path, processor: dict[str, Any] | None, **config: Any) 
     [
         ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, ((3, 224, 224), 0.875, "center")),
         ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, ((3, 384, 384), 1.0, "squash")),
-        ({"size": {"height": 224, "width": 192}}, ((3, 224, 192), 1.0, "squash")),
+        ({**VIT, "size": {"height": 224, "width": 192}}, ((3, 224, 192), 1.0, "squash")),
         (
-            {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True},
+            {**CLIP, "size": {"shortest_edge": 256}, "crop_size": 224},
             ((3, 224, 224), 0.875, "center"),
         ),
     ],
@@ -108,4 +114,62 @@ def test_rejects_invalid_values(
 ) -> None:
     name = write_config(tmp_path, processor, **config)
     with refused("weights.wrong_config", f"{name}: {expected}"):
+        resolve_classifier(name, pretrained=False)
+
+
+PROCESSORS = {
+    "ViTImageProcessor": {"size": 32},  # a number is squashed by this class
+    "BeitImageProcessor": {"size": 40, "crop_size": 32, "do_center_crop": True},
+    "BitImageProcessor": {"size": {"shortest_edge": 40}, "crop_size": 32},
+    "ConvNextImageProcessor": {"size": {"shortest_edge": 32}, "crop_pct": 0.8},
+    "DeiTImageProcessor": {"size": 40, "crop_size": 32},
+    "EfficientNetImageProcessor": {"size": 32, "include_top": True},
+    "LevitImageProcessor": {"size": 32, "crop_size": 32},
+    "MobileNetV2ImageProcessor": {"size": 40, "crop_size": 32},
+    "MobileViTImageProcessor": {"size": 40, "crop_size": 32, "do_flip_channel_order": False},
+    "PoolFormerImageProcessor": {"size": 32, "crop_size": 32, "crop_pct": 0.8},
+    "SiglipImageProcessor": {"size": {"height": 32, "width": 24}, "rescale_factor": 1 / 127.5},
+    "PvtImageProcessor": {"size": 32, "do_rescale": False, "do_normalize": False},
+}
+
+
+@pytest.mark.parametrize("processor_class", PROCESSORS)
+def test_images_are_prepared_as_by_the_processor(tmp_path: Path, processor_class: str) -> None:
+    processor = {"image_processor_type": processor_class, **PROCESSORS[processor_class]}
+    name, lines = write_config(tmp_path, processor), list[str]()
+    with logged(lines):
+        config = resolve_classifier(name, pretrained=False)[0].config
+    assert lines == []
+    own = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    image_3HW = torch.linspace(0, 255, 3 * 100 * 140).byte().view(100, 3, 140).transpose(0, 1)
+    expected = own(image_3HW, return_tensors="pt")["pixel_values"]
+    preprocessing = resolve_preprocessing(config, config["input_size"][1:])
+    actual = build_pipeline(preprocessing)([image_3HW.contiguous()])
+    assert actual.shape == expected.shape
+    difference = (actual - expected) * torch.tensor(preprocessing.std)[:, None, None]
+    assert float(difference.abs().mean()) < 0.01
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        {"image_processor_type": "MobileViTImageProcessor", "size": 40, "crop_size": 32},  # BGR
+        {"image_processor_type": "ViTImageProcessor", "do_resize": False},
+        {"image_processor_type": "PerceiverImageProcessor"},  # crops before it resizes
+    ],
+)
+def test_says_that_a_processor_prepares_images_differently(
+    tmp_path: Path, processor: dict[str, Any]
+) -> None:
+    name, lines = write_config(tmp_path, processor), list[str]()
+    with logged(lines):
+        resolve_classifier(name, pretrained=False)
+    assert len(lines) == 1
+    assert processor["image_processor_type"] in lines[0]
+    assert name in lines[0]
+
+
+def test_unknown_processor_is_refused(tmp_path: Path) -> None:
+    name = write_config(tmp_path, {"image_processor_type": "NoSuchProcessor"})
+    with refused("weights.wrong_config", name, "preprocessor_config.json", "image_processor_type"):
         resolve_classifier(name, pretrained=False)

@@ -269,8 +269,11 @@ def _require_own_weights(path: Path | None, checksums: Mapping[str, str], *, sou
     Raises: WeightsError if there is none, or if config.json has checksums of another one.
     """
     if path is None or (checksums and path.name not in checksums):
+        problem = "no weights next to config.json"
+        if path is not None:
+            problem = f"config.json has no sha256 of {path.name}, so it is of other weights"
         raise WeightsError(
-            f"{source}: no weights next to config.json; expected model.safetensors",
+            f"{source}: {problem}; expected model.safetensors",
             code="weights.not_found",
         )
     return path

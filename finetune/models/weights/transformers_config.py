@@ -3,6 +3,8 @@
 The classifier's name is `transformers:owner/name@revision` or `transformers:FOLDER`.
 """
 
+# H W h w pixels
+
 from __future__ import annotations
 
 import contextlib
@@ -11,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import Tensor
 
-from finetune.errors import WeightsError, did_you_mean
+from finetune.errors import WeightsError, did_you_mean, root_cause_message
 from finetune.files import read_untrusted_json
 from finetune.hub.download import FileNotInRepoError, download_first, download_hub_file
 from finetune.log import warn_once
@@ -27,7 +31,9 @@ from finetune.models.weights.timm_config import (
     check_model_args,
     validate_config,
 )
+from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.operations import MAX_IMAGE_SIDE
+from finetune.transforms.preprocessing import resolve_preprocessing
 
 __all__ = ["TRANSFORMERS_PREFIX", "ClassifierConfig", "ProcessorConfig", "resolve_classifier"]
 
@@ -37,6 +43,8 @@ TRANSFORMERS_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PILLOW_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # The ConvNext image processor, which CvT repositories also use, crops only below this image size.
 CONVNEXT_CROPS_BELOW_PIXELS = 384
+LEVIT_RESIZE = 256 / 224  # LeViT's processor multiplies the image size by it before the crop
+_MAX_DIFFERENCE = 0.02  # mean difference of pixels in [0, 1]: two resizes and roundings
 
 
 def _height_and_width(size: Any) -> Any:
@@ -69,16 +77,23 @@ class ClassifierConfig(BaseModel):
 
 
 class ProcessorConfig(BaseModel):
-    """Valid values of a preprocessor_config.json; keys that are not listed are not checked."""
+    """Valid values of a preprocessor_config.json; keys that are not listed are not checked.
 
+    A missing key has the default of the image processor's class, see `_prepare_with_transformers`.
+    """
+
+    image_processor_type: str | None = None
     size: _ImageSize = None
     crop_size: _ImageSize = None
     do_center_crop: bool | None = None
     crop_pct: Annotated[float, Field(ge=0, lt=2)] | None = None
-    do_normalize: bool | None = True
+    do_normalize: bool | None = None
     image_mean: tuple[_Channel, _Channel, _Channel] | None = None
     image_std: tuple[_PositiveChannel, _PositiveChannel, _PositiveChannel] | None = None
     resample: int | None = None
+    do_rescale: bool | None = None
+    rescale_factor: _PositiveChannel | None = None
+    include_top: bool | None = None  # EfficientNet: divide by image_std once more
 
 
 def resolve_classifier(
@@ -132,16 +147,66 @@ def resolve_classifier(
         )
     content = _read_json_mapping(paths["config.json"], name)
     path = paths.get(PROCESSOR_FILE)
-    if path is not None and path.is_file():
-        processor = _read_json_mapping(path, name)
-    else:
-        processor = {}
+    if path is None or not path.is_file():
         if pretrained:
             warn_once(
                 f"{name}: no {PROCESSOR_FILE}, so images get the mean and std of ImageNet; for "
                 "others, set data.mean and data.std"
             )
-    return _parse_config(content, processor, provenance), weights, sha256
+        return _parse_config(content, {}, provenance), weights, sha256
+    validate_config(ProcessorConfig, _read_json_mapping(path, name), f"{name}: {PROCESSOR_FILE}")
+    image_3HW = _example_image()
+    processor, expected = _prepare_with_transformers(path, image_3HW, name)
+    parsed = _parse_config(content, processor, provenance)
+    if expected[0].dim() == 3 and _is_prepared_differently(parsed.config, image_3HW, expected):
+        kind = processor["image_processor_type"]
+        warn_once(
+            f"{name}: {kind} of transformers prepares images differently, so answers of the "
+            "pretrained classifier may be wrong, until it is trained here"
+        )
+    return parsed, weights, sha256
+
+
+def _prepare_with_transformers(
+    path: Path, image_3HW: Tensor, name: str
+) -> tuple[dict[str, Any], Tensor]:
+    """Prepare an image with the image processor of a preprocessor_config.json.
+
+    Returns: the configuration, with the defaults of the processor's class; the image for the
+        network, (1, 3, h, w), or other dimensions for networks that take patches.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False
+        )
+        return processor.to_dict(), processor(image_3HW, return_tensors="pt")["pixel_values"]
+    except Exception as error:  # of any type, because the file may have any content
+        raise WeightsError(
+            f"{name}: {PROCESSOR_FILE}: transformers cannot use it ({root_cause_message(error)}); "
+            "correct it, for example its image_processor_type, or download it again",
+            code="weights.wrong_config",
+        ) from error
+
+
+def _example_image() -> Tensor:
+    """Return an image (3, 240, 320) uint8 with other values in each channel and corner."""
+    x_W, y_H1 = torch.arange(320) / 40, torch.arange(240)[:, None] / 40
+    waves_3HW = torch.stack([(x_W * (1 + channel) + y_H1).sin() for channel in range(3)])
+    return ((waves_3HW + 1) * 127).byte()
+
+
+def _is_prepared_differently(
+    config: Mapping[str, Any], image_3HW: Tensor, expected_13hw: Tensor
+) -> bool:
+    """True if timm's configuration cannot express the image processor, for example BGR channels."""
+    preprocessing = resolve_preprocessing(config, config["input_size"][1:])
+    actual_13hw = build_pipeline(preprocessing)([image_3HW])
+    if actual_13hw.shape != expected_13hw.shape:
+        return True
+    std_311 = torch.tensor(preprocessing.std)[:, None, None]
+    return float(((actual_13hw - expected_13hw) * std_311).abs().mean()) > _MAX_DIFFERENCE
 
 
 def _read_json_mapping(path: Path, name: str) -> dict[str, Any]:
@@ -209,19 +274,33 @@ def _convert_preprocessing(
     squash = isinstance(written.get("size"), Mapping) and "height" in written["size"]
     result: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash" if squash else "center"}
     if processor.do_center_crop:
-        crop = processor.crop_size or default
-        result["crop_pct"] = min(crop[0] / size[0], 1.0)
+        crop, edge = processor.crop_size or default, float(size[0])
+        kind = processor.image_processor_type or ""
+        if kind.startswith("Levit"):
+            edge *= LEVIT_RESIZE
+        elif kind.startswith("PoolFormer"):
+            edge /= processor.crop_pct or 1.0
+        result["crop_pct"] = min(crop[0] / edge, 1.0)
         size = crop
     elif not squash and size[0] < CONVNEXT_CROPS_BELOW_PIXELS and written:
         result["crop_pct"] = processor.crop_pct or 1.0
     elif not squash:
         result["crop_mode"] = "squash"
     result["input_size"] = (3, *size)
-    if not processor.do_normalize:
-        result |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    else:
-        channels = {"mean": processor.image_mean, "std": processor.image_std}
-        result |= {key: value for key, value in channels.items() if value is not None}
+    result |= _mean_and_std(processor) if written else {}
     resample = 3 if processor.resample is None else processor.resample
     result["interpolation"] = PILLOW_INTERPOLATIONS.get(resample, "bicubic")
     return result
+
+
+def _mean_and_std(processor: ProcessorConfig) -> dict[str, tuple[float, ...]]:
+    """Return the "mean" and "std" for pixels in [0, 1]."""
+    scale = 255 * (processor.rescale_factor or 1 / 255) if processor.do_rescale else 255
+    mean, std = processor.image_mean, processor.image_std
+    if not processor.do_normalize or mean is None or std is None:
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    power = 2 if processor.include_top else 1
+    return {
+        "mean": tuple(channel / scale for channel in mean),
+        "std": tuple(channel**power / scale for channel in std),
+    }

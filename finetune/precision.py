@@ -15,6 +15,7 @@ __all__ = [
     "DTYPES",
     "accelerator_precision",
     "autocast_dtype",
+    "float32_settings",
     "native_bf16_instructions",
     "resolve_precision",
 ]
@@ -44,6 +45,21 @@ def resolve_precision(requested: str, device: torch.device) -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # Without native support a CPU emulates bf16 more slowly than it computes float32.
     return "bf16" if device.type == "cpu" and native_bf16_instructions() else "fp32"
+
+
+def float32_settings(device_type: str) -> dict[str, Any]:
+    """Return torch's settings that change float32 results, which a program may set for itself."""
+    backends: Any = torch.backends
+    matmul, conv, library = (
+        (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn)
+        if device_type == "cuda"
+        else (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn)
+    )
+    return {
+        "float32 matmul": matmul.fp32_precision.replace("none", "ieee"),
+        "float32 convolution": conv.fp32_precision.replace("none", "ieee"),
+        "cudnn" if device_type == "cuda" else "oneDNN": library.enabled,
+    }
 
 
 def native_bf16_instructions() -> list[str]:

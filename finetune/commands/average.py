@@ -484,6 +484,7 @@ def _write_model_folder(
         # safetensors writes its file with mode 0600
         shutil.copymode(model_folder / "config.json", model_folder / "model.safetensors")
         write_averaged_artifacts(model_folder, first.run, results, leaks=leaks)
+        _check_unchanged(first)  # its recipe and record were read again for the card
         if folder.is_dir():
             folder.rmdir()
         model_folder.rename(folder)

@@ -47,7 +47,7 @@ from finetune.formatting import (
     pluralize,
 )
 from finetune.inference import get_num_classes
-from finetune.log import logger
+from finetune.log import logger, warn_once
 from finetune.model_checksums import (
     read_checksums,
     verify_model_folder,
@@ -703,6 +703,10 @@ def _map_labels_to_model_classes(
                 f"{num_classes}; evaluate it on data with the same classes",
                 code="data.wrong_classes",
             )
+        warn_once(
+            f"{model}: has no class names, so its outputs are taken in the order of the classes of "
+            f"{source.name}; if this is another order, the results are wrong"
+        )
         return source.splits[split], data_class_names
     index_of = {name: index for index, name in enumerate(model_class_names)}
     counts = Counter(model_class_names)

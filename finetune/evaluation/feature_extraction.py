@@ -40,7 +40,7 @@ from finetune.evaluation.feature_cache import (
 from finetune.model_checksums import json_sha256
 from finetune.models.features import compute_pre_logits, linear_classifier_names
 from finetune.models.save import BuiltModel
-from finetune.precision import accelerator_precision
+from finetune.precision import accelerator_precision, float32_settings
 from finetune.progress import item_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
@@ -215,7 +215,9 @@ def _cache_key(
         "unreadable": section.unreadable,
         "interpolation": pipeline.effective_default_interpolation,
     }
-    compute = {"device": accelerator.device.type, "precision": accelerator.mixed_precision}
+    device = accelerator.device.type
+    compute = {"device": device, "precision": accelerator.mixed_precision}
+    compute |= float32_settings(device)
     dependencies = {**identity, **data, **compute, "format": FORMAT_VERSION}
     if extract is not compute_pre_logits:
         dependencies["read"] = extract.__name__

@@ -340,6 +340,8 @@ def _results_by_seed(
             continue  # skip runs that cannot be read
         if have_other_test_images([results, sibling_results]):
             continue
+        if sibling_results and sibling_results.get("model_sha256") != record.get("model_sha256"):
+            continue  # it was trained further meanwhile
         if sibling_results and _has_all_metrics(sibling_results.get("test"), recipe.data.task):
             by_seed.setdefault(recipe_of_sibling.run.seed, sibling_results)
     return sorted(by_seed.items())

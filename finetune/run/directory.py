@@ -69,8 +69,7 @@ _CHECKSUM_KEYS = {
 }
 _BAD_PATH_ERRORS = {errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
 _BAD_PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-# The RunDir that holds each lock file, by (device, inode): kernel locks are per process, so they do
-# not exclude another RunDir of the same process.
+# The RunDir of this process that holds each lock file, by (device, inode).
 _HELD_LOCKS: WeakValueDictionary[tuple[int, int], RunDir] = WeakValueDictionary()
 
 
@@ -108,7 +107,18 @@ def _holds_lock(run: Path) -> bool:
     """True if this process has opened a run directory."""
     lock_path = run / ".lock"
     holder = _HELD_LOCKS.get(_device_and_inode(lock_path)) if os.path.lexists(lock_path) else None
-    return holder is not None and holder._lock_pid == os.getpid()
+    return holder is not None and holder._lock is not None
+
+
+def _drop_locks_after_fork() -> None:
+    """Close the lock files in a forked process, so that it does not hold the locks."""
+    for run in list(_HELD_LOCKS.values()):
+        if run._lock is not None:
+            run._lock.close()
+            run._lock = None
+
+
+os.register_at_fork(after_in_child=_drop_locks_after_fork)
 
 
 def whole_run(path: Path) -> Path:
@@ -145,7 +155,6 @@ class RunDir:
         self._metrics: IO[bytes] | None = None
         self._metrics_hash = hashlib.sha256()  # of what the file should have
         self._metrics_run_id: str | None = None
-        self._lock_pid: int | None = None  # holder of the lock; forked processes do not hold it
 
     def open(self, *, timeout_seconds: float = 0.0) -> None:
         """Create and lock the folder, and remove leftovers of an interrupted write.
@@ -166,9 +175,9 @@ class RunDir:
             self._create_folder(lock_path)
             self._lock = open_lock_file(lock_path)
         try:
-            # The kernel releases this lock when the process ends; forked workers do not hold it.
+            # The kernel releases this lock when the process ends.
             _acquire_lock(self._lock, timeout_seconds)
-            _HELD_LOCKS[_device_and_inode(lock_path)], self._lock_pid = self, os.getpid()
+            _HELD_LOCKS[_device_and_inode(lock_path)] = self
         except (BlockingIOError, PermissionError):
             self._lock.seek(0)
             holder = self._lock.read().decode(errors="replace").strip() or "unknown"
@@ -194,7 +203,6 @@ class RunDir:
         try:
             if self.path.is_dir():
                 check_no_symlinks(self.path)
-                # Check before opening: closing the file again would release this process's lock.
                 if _holds_lock(self.path):
                     raise SetupError(
                         f"{self.path}: in use by another run of this process ({os.getpid()}); wait "
@@ -217,7 +225,7 @@ class RunDir:
         for file in (self._metrics, self._lock):
             if file is not None:
                 file.close()
-        self._metrics = self._lock = self._lock_pid = None
+        self._metrics = self._lock = None
 
     def _check_not_replaced(self) -> None:
         """Raise SetupError if the open run was moved or removed: the path may be of a new run."""
@@ -227,8 +235,9 @@ class RunDir:
             if os.path.samestat((self.path / ".lock").stat(), os.fstat(self._lock.fileno())):
                 return
         raise SetupError(
-            f"{self.path}: was moved, removed or replaced during the run; nothing more is written "
-            "to it. Train again with another --out, or continue the moved folder with --resume",
+            f"{self.path}: was moved, removed or replaced during the run, or the working directory "
+            "has changed; nothing more is written to it. Continue the folder, where it is now, "
+            "with --resume, or train again with another --out",
             code="setup.replaced",
         )
 
@@ -590,11 +599,15 @@ def _device_and_inode(path: Path) -> tuple[int, int]:
 
 
 def _acquire_lock(lock: IO[bytes], timeout_seconds: float) -> None:
-    """Lock a file. Raises: BlockingIOError or PermissionError if another process keeps the lock."""
+    """Lock a file. Raises: BlockingIOError or PermissionError if another process keeps the lock.
+
+    Unlike with `lockf`, the lock stays if this process opens and closes the file once more, for
+    example to copy the folder.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
                 raise

@@ -65,7 +65,8 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
         out: folder in which trackers write their logs.
     Returns: the accelerator.
     Raises: SetupError if the number of processes is not the requested one, or a tracker's package
-        is missing; RecipeError for an unknown tracker.
+        is missing, or under torch.autocast or another default dtype; RecipeError for an unknown
+        tracker.
     """
     if section.threads is not None:
         torch.set_num_threads(section.threads)
@@ -89,6 +90,7 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     if processes.device.type == "cpu":
         disable_malloc_trim()
     precision = resolve_precision(section.precision, processes.device)
+    _check_torch_state(processes.device.type)
     # Accelerate keeps the precision of the first run in a process; a second run may differ.
     AcceleratorState._reset_state()
     try:
@@ -119,6 +121,24 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
             code="setup.missing_package",
         )
     return accelerator
+
+
+def _check_torch_state(device_type: str) -> None:
+    """Raise SetupError if the calling program has changed how torch computes.
+
+    An outer autocast keeps converted weights until it ends, so training would use old weights.
+    """
+    changes = {
+        "torch.autocast": torch.is_autocast_enabled(device_type),
+        "torch.set_default_dtype": torch.get_default_dtype() != torch.float32,
+        "torch.inference_mode": torch.is_inference_mode_enabled(),
+    }
+    if found := [name for name, is_changed in changes.items() if is_changed]:
+        raise SetupError(
+            f"called with {found[0]} in effect, which changes the results; end it before the call, "
+            "and set run.precision in the recipe",
+            code="setup.unsupported",
+        )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from finetune.errors import (
 from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.models.batch_norm import unfrozen_batch_norm_layers
+from finetune.precision import float32_settings
 from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, training_keys
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command, whole_run
 from finetune.run.environment import collect_environment
@@ -276,6 +277,7 @@ def _numerics(setup: TrainingSetup, record: RunRecord) -> dict[str, Any]:
         "processes": record["num_processes"],
         "device": device["name"],
         **{name: record["versions"].get(name) for name in ("torch", *_TRAINING_PACKAGES)},
+        **float32_settings(device["type"]),
         **(cpu if device["type"] == "cpu" else {}),
     }
 

@@ -124,16 +124,23 @@ def test_uniform_soup_is_the_mean_of_the_weights(runs: Path, tmp_path: Path) -> 
     assert read_results(tmp_path / "out")["average"]["runs"] == names
 
 
-@pytest.mark.parametrize("change", ["other weights", "longer run"])
+@pytest.mark.parametrize(
+    "change, during",
+    [
+        ("other weights", "evaluate"),
+        ("longer run", "evaluate"),
+        ("longer run", "write_averaged_artifacts"),
+    ],
+)
 def test_a_run_that_changes_meanwhile_is_refused(
-    change: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, during: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are mapped, so that a file that is copied over another one changes the average."""
     for name in ("a", "b"):
         shutil.copytree(runs / name, tmp_path / name)
-    measure = average.evaluate
+    call = getattr(average, during)
 
-    def replace_and_evaluate(*args: Any, **kwargs: Any) -> Any:
+    def replace_and_call(*args: Any, **kwargs: Any) -> Any:
         if change == "longer run":
             record = read_record(RunDir(tmp_path / "a"))
             record.pop("model_sha256", None)
@@ -141,9 +148,9 @@ def test_a_run_that_changes_meanwhile_is_refused(
         else:
             weights = (runs / "c" / "model" / "model.safetensors").read_bytes()
             (tmp_path / "a" / "model" / "model.safetensors").write_bytes(weights)
-        return measure(*args, **kwargs)
+        return call(*args, **kwargs)
 
-    monkeypatch.setattr(average, "evaluate", replace_and_evaluate)
+    monkeypatch.setattr(average, during, replace_and_call)
     with refused("weights.damaged", "average again"):
         average_runs([str(tmp_path / name) for name in ("a", "b")], out=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

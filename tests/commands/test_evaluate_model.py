@@ -204,7 +204,10 @@ def test_without_class_names_the_number_of_classes_must_match(finished_run, tmp_
     config = json.loads((nameless / "config.json").read_text())
     del config["label_names"], config["checksums"]
     (nameless / "config.json").write_text(json.dumps(config))
-    evaluated = evaluate_model(str(nameless), data="embedded:digits")
+    lines: list[str] = []
+    with logged(lines):
+        evaluated = evaluate_model(str(nameless), data="embedded:digits")
+    assert f"{nameless}: has no class names" in "\n".join(lines)
     assert evaluated["confusion"] == results["test"]["confusion"]
     three = write_digit_folders(tmp_path / "three", [0, 1, 2], name=str)
     with refused("data.wrong_classes", "3 classes", 10):

@@ -189,6 +189,9 @@ def test_other_weights_pixels_images_or_decoders_are_computed_again(
     relabelled = replace(split, labels=9 - split.labels)
     assert not load_features(relabelled, built).is_cached
     assert load_features(split, built).is_cached
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert not load_features(split, built).is_cached
     # a HEIC photo that could not be decoded before must not stay left out
     monkeypatch.setattr(image_decoder, "heif_decoder_version", lambda: "another")
     assert not load_features(split, built).is_cached

@@ -124,6 +124,13 @@ def test_rewrite_adds_other_seeds_and_the_repository_name(undrawn: None, runs: P
     rewrite_artifacts(RunDir(runs / "a"), repository="alice/digits")
     assert {path.name: file_sha256(path) for path in model.iterdir()} == first
 
+    record = json.loads((runs / "b" / "run.json").read_text())
+    trained_further = {**record, "model_sha256": "0" * 64}
+    (runs / "b" / "run.json").write_text(json.dumps(trained_further))
+    rewrite_artifacts(RunDir(runs / "a"))
+    assert "seeds (0, 1)" not in (model / "README.md").read_text()
+    (runs / "b" / "run.json").write_text(json.dumps(record))
+
     for run in "ab":  # streamed shards were replaced between the runs
         record = json.loads((runs / run / "run.json").read_text())
         changed = {**record, "shard_times": {"train": run}}

@@ -91,6 +91,11 @@ def test_open_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:
     os.waitpid(first, 0)
 
 
+def test_lock_stays_when_the_folder_is_copied(run: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "copy")
+    assert child_exit_code(lambda: RunDir(run.path).open()) == 5
+
+
 def test_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()

@@ -132,7 +132,9 @@ def test_other_micro_batches_change_batch_norm(
     assert "because batch norm gets its statistics from other numbers of images" in caplog.text
 
 
-def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
+def test_what_changes_the_last_bits_is_said_and_recorded(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     with logged(lines):
         start(run, make_setup("data.micro_batch=16"))
@@ -152,6 +154,9 @@ def test_what_changes_the_last_bits_is_said_and_recorded(run: RunDir) -> None:
     assert threads == f"run.threads -1 -> {torch.get_num_threads()}"
     assert instructions.startswith("instructions ['none'] -> ")
     assert variable.startswith("variables {'TIMM_FUSED_ATTN': '0'} -> {")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    start(run, make_setup("data.micro_batch=4"), resume=True, num_processes=2)
+    assert read_record(run)["numerics_changed"][5:] == ["oneDNN True -> False"]
 
 
 def test_resume_accepts_moved_but_not_changed_images(run: RunDir, tmp_path: Path) -> None:

@@ -182,6 +182,8 @@ def export_model(
         text = json.dumps(record, indent=2, allow_nan=False) + "\n"
         (folder / record_path.name).write_text(text, encoding="utf-8")
         with lock_run_of_model(target.parent):  # a push would replace the folder by its copy
+            # another export may have written its certificate meanwhile
+            _check_not_foreign(target, record_path, None if out else _source_name(model))
             _move_into_place(folder, target, record_path)
     record_key = "certificate" if preprocessing else "preprocessing"
     return {"file": str(target), record_key: str(record_path), **result}

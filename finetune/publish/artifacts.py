@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError, FinetuneError, WeightsError
 from finetune.files import file_sha256, read_untrusted_json
-from finetune.log import quiet
+from finetune.log import logger, quiet
 from finetune.model_checksums import DESCRIPTION_FILES, add_description_checksums
 from finetune.models.exported import CERTIFICATE, read_export_record
 from finetune.models.lora import ADAPTER_FILES
@@ -246,8 +246,11 @@ def rewrite_artifacts(
 def keep_other_files(run: RunDir, folder: Path) -> None:
     """Copy what others have put into a run's model/, such as examples, into the new folder.
 
-    An exported model is left out, because it has the weights of the old one.
+    An exported model is left out, after a message, because it has the weights of the old one.
     """
+    exported = run.model_folder / EXPORT_FILES[0]
+    if exported.exists():
+        logger.info(f"{exported}: removed, because it has the earlier weights; export again")
     own_names = {*PUBLISHED_FILES, *EXPORT_FILES, "adapter"}
 
     def find_own(parent: str, names: list[str]) -> set[str]:

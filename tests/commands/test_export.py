@@ -364,6 +364,22 @@ def test_without_out_an_export_of_another_model_is_not_replaced(
     assert Path("model.onnx").read_bytes() == b"weights"
 
 
+def test_an_export_into_the_folder_of_another_one_that_ends_first_is_refused(
+    fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "net.onnx.json"
+    network = export_module.export_network
+
+    def export_beside_another(*arguments: Any) -> int:
+        record.write_text('{"export": {"sha256": {"another.onnx": ""}}}')
+        return network(*arguments)
+
+    monkeypatch.setattr(export_module, "export_network", export_beside_another)
+    with refused("setup.exists", record, "another.onnx", "--out"):
+        export_model(NANO, preprocessing=False, out=str(tmp_path / "net.onnx"))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.onnx.json"]
+
+
 def test_failed_replace_removes_the_old_preprocessing(
     fake_export: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

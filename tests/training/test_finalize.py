@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked_runs import copy_run, disable_plots, disable_report_and_plots
+from logs import logged
 from networks import config_without_checksums
 from recipe_texts import tiny_recipe_text
 from refusals import refused
@@ -165,7 +166,10 @@ def test_other_files_in_the_model_folder_are_kept(
     (run / "model" / "examples" / "a.png").write_bytes(b"an example")
     (run / "model" / "model.onnx").write_bytes(b"of the old weights")
     (run / "model" / "model.safetensors").write_bytes(b"damaged")
-    train(parse_recipe(RECIPE), run, resume=True)
+    lines: list[str] = []
+    with logged(lines):
+        train(parse_recipe(RECIPE), run, resume=True)
+    assert f"{run / 'model' / 'model.onnx'}: removed" in "\n".join(lines)
     assert (run / "model" / "examples" / "a.png").read_bytes() == b"an example"
     assert not (run / "model" / "model.onnx").exists()
     assert evaluate_model(str(run))["top1"] == finished_run[1]["test"]["top1"]

@@ -34,6 +34,7 @@ __all__ = [
 
 REQUIRED_FILES = ("config.json", "model.safetensors")
 _SHA256_IN_CARD = re.compile(r"model\.safetensors: sha256 `([0-9a-f]{64})`")
+_LOADED_IN_CARD = re.compile(r"create_model\(['\"]hf-hub:([\w.-]+/[\w.-]+)")
 
 
 def is_run_dir(folder: Path) -> bool:
@@ -177,6 +178,8 @@ def _searchable_bytes(path: Path) -> bytes:
 def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "model") -> None:
     """Check that the card has the sha256 of the weights, and that the Hub accepts its metadata.
 
+    Warns if its code loads the model of another repository, to which the folder was pushed before.
+
     Raises: WeightsError for the sha256 of other weights; HubError with the Hub's reason.
     """
     if "README.md" not in files:
@@ -186,6 +189,11 @@ def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "
         text = path.read_text(encoding="utf-8")
         if (match := _SHA256_IN_CARD.search(text)) and "model.safetensors" in files:
             _check_same_sha256(path, match[1], file_sha256(files["model.safetensors"]))
+        if other := set(_LOADED_IN_CARD.findall(text)) - {repository}:
+            logger.warning(
+                f"{path}: its code loads {', '.join(sorted(other))}, not {repository}; correct it, "
+                "or push the run, whose card is written anew"
+            )
         RepoCard(text)
         errors, warnings = call_hub(repository, _validate_card_on_hub, text, repo_type)
     except (ValueError, YAMLError) as error:  # ValueError also covers bytes that are not UTF-8

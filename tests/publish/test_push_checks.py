@@ -157,6 +157,16 @@ class TestCard:
         self.check(folder)
         assert hub.count("POST /api/validate-yaml") == 1
 
+    def test_card_that_loads_another_repository(
+        self, hub: HubServer, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        card = folder / "README.md"
+        for name in ("alice/net", "alice/first"):
+            card.write_text(f'# Net\n\ntimm.create_model("hf-hub:{name}", pretrained=True)\n')
+            self.check(folder)
+        assert caplog.text.count("its code loads") == 1
+        assert "its code loads alice/first, not alice/net" in caplog.text
+
     @pytest.mark.parametrize(
         "header, words",
         [

@@ -153,6 +153,7 @@ def open_prediction_writer(
         finally:
             with explain_disk_errors(path):
                 file.close()  # flushing the buffer may fail on a full disk
+        check_holds_predictions(path)  # another program may have written the file meanwhile
 
 
 @contextlib.contextmanager

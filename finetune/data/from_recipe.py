@@ -89,7 +89,7 @@ def _normalize_source(source: str) -> str:
     So folder:photos equals folder:./photos/, and a URL equals the same URL with a new signature.
     """
     kind, _, path = source.partition(":")
-    if kind not in ("folder", "csv", "parquet"):
+    if kind not in ("folder", "csv", "parquet", "tar") or "://" in path:
         return redact_urls(source)
     return f"{kind}:{os.path.abspath(os.path.expanduser(path))}"
 

@@ -103,7 +103,8 @@ class RunRecord(TypedDict, total=False):
     metrics_changed: bool  # True if metrics.jsonl was changed before the run continued
     shard_times: dict[str, Any]  # hash of the mtimes and ctimes of the shards of each split
     numerics: dict[str, Any]  # what changes the last bits of the weights, such as run.threads
-    numerics_changed: list[str]  # what of `numerics` changed when the run continued
+    # what of `numerics` changed when the run continued, and whether its best checkpoint was lost
+    numerics_changed: list[str]
     training_images_sha256: str  # the same of training_images.json
     teacher: TeacherRecord  # only with `distill`
     plan: PlanRecord  # written after the images are decoded

@@ -31,6 +31,7 @@ from finetune.precision import accelerator_precision, autocast_dtype
 from finetune.run import checkpoint
 from finetune.run.checkpoint import CheckpointWriter
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record, update_record
 from finetune.training.accelerator import is_sharded, run_on_main
 from finetune.training.delayed_scalars import DelayedScalars
 from finetune.training.distillation import Distillation
@@ -416,9 +417,17 @@ class TrainerState:
             logger.warning(
                 f"the best checkpoint is missing or damaged; searching for a new best: {problem}"
             )
+            self._record_lost_best(best)
             self.counters = dataclasses.replace(self.counters, best=None, best_step=None, stale=0)
         if self.counters.scaler is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self.counters.scaler)
+
+    def _record_lost_best(self, step: int) -> None:
+        """Record that the best weights are lost, so that the published ones are others."""
+        if self.is_main_process:
+            changes = read_record(self.run).get("numerics_changed", [])
+            lost = f"the best checkpoint, of step {step:,}, was lost"
+            update_record(self.run, {"numerics_changed": [*changes, lost]})
 
     def _verify_checkpoint(self, step: int) -> str | None:
         """Read a checkpoint on rank 0. Returns: its problem on every rank; None if it is intact."""
@@ -437,6 +446,7 @@ class TrainerState:
             logger.warning(
                 f"the best checkpoint is missing or damaged; using the newest: {problem}"
             )
+            self._record_lost_best(step)
             newest = run_on_main(self.accelerator, self.run.newest_intact_step)
             step = newest or self.counters.step
         weights = {

@@ -76,11 +76,11 @@ def test_prediction_table_takes_less_than_100_bytes_per_row() -> None:
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_csv_and_jsonl_contain_the_rows(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"
-    path.write_text("old")
+    path.write_text('{"path": "old"}')
     with open_prediction_writer(path, num_predictions=2) as write:
         for row in ROWS:
             write(row)
-            assert path.read_text() == "old", "readers never see a partial file"
+            assert path.read_text() == '{"path": "old"}', "readers never see a partial file"
     if suffix == "jsonl":
         assert [json.loads(line) for line in path.read_text("ascii").splitlines()] == ROWS
     else:
@@ -351,3 +351,10 @@ def test_empty_list_on_standard_input_is_refused(
 def test_standard_input_may_be_named_once() -> None:
     with refused("recipe.conflict", "-: "):
         list_cli_images(["-", "a.png", "-"])
+
+
+def test_a_file_that_another_program_writes_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with refused("recipe.conflict", path), open_prediction_writer(path, num_predictions=1):
+        path.write_text("name,score\n")
+    assert path.read_text() == "name,score\n"

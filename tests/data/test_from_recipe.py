@@ -108,6 +108,8 @@ def test_other_data_uses_the_preprocessing_of_the_run() -> None:
         assert resolve_data_section("run", recipe_of_folder, same_source)[0] is section, (
             "the run's own splits"
         )
+    tar = recipe.model_copy(update={"data": section.model_copy(update={"source": "tar:other"})})
+    assert resolve_data_section("run", tar, "tar:./other")[0] is tar.data
     names = {"image_column": "left", "label_column": "breed"}
     table = recipe.data.model_copy(update={"source": "parquet:a", **names})
     for source, column in (("parquet:b", "left"), ("hub:me/b", None)):

@@ -19,6 +19,8 @@ from finetune.errors import WeightsError
 from finetune.files import file_sha256
 from finetune.hub.download import download_url
 from finetune.model_checksums import add_checksums, json_sha256
+from finetune.models import build as build_module
+from finetune.models.build import build_model
 from finetune.models.weights import resolve as weights_module
 from finetune.models.weights.resolve import locate_weights, resolve_weights
 
@@ -47,6 +49,22 @@ class TestFolder:
         state = load_file(folder / "model.safetensors")
         assert weights.state.keys() == state.keys()
         assert all(torch.equal(weights.state[name], state[name]) for name in state)
+
+    def test_weights_that_change_while_they_are_loaded_are_refused(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The tensors are a memory map of the file until they are in the network."""
+        load = build_module.load_weights
+        path = folder / "model.safetensors"
+
+        def overwrite_and_load(*arguments: Any, **options: Any) -> Any:
+            path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+            return load(*arguments, **options)
+
+        assert build_model(str(folder)).class_names == ["ant", "bee", "cat"]
+        monkeypatch.setattr(build_module, "load_weights", overwrite_and_load)
+        with refused("weights.damaged", folder, "while it was loaded"):
+            build_model(str(folder))
 
     def test_local_dir_prefix_of_timm(self, folder: Path) -> None:
         assert resolve_weights(f"local-dir:{folder}").model_args == SMALL_VIT_ARGS

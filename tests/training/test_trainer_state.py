@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from refusals import refused
 from finetune.data.loader import Batch
 from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
+from finetune.run.record import read_record, write_record
 from finetune.training import build_state
 from finetune.training.accelerator import create_accelerator
 from finetune.training.build_state import build_trainer_state
@@ -223,6 +225,13 @@ def test_old_checkpoints_are_deleted_except_the_best(tmp_path: Path) -> None:
     restored, saved = (dataclasses.asdict(state.counters) for state in (loaded, trainer))
     assert restored == saved
     assert loaded.load_best_weights()[0] == 2
+
+    write_record(trainer.run, {"status": "running"})
+    shutil.rmtree(trainer.run.checkpoint_folder(2))
+    loaded.load_checkpoint(5)
+    assert loaded.counters.best_step is None
+    lost = "the best checkpoint, of step 2, was lost"
+    assert read_record(trainer.run)["numerics_changed"] == [lost]
 
 
 class TestDelayedScalars:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,39 @@ from torch import Tensor
 
 from finetune.errors import WeightsError
 
-__all__ = ["read_tensors"]
+__all__ = ["WeightsFile", "read_tensors"]
 
 LFS_POINTER_PREFIX = b"version https://git-lfs"
 # Weights hardly compress, except zeros; an archive that exceeds both limits cannot hold weights.
 MAX_UNPACK_RATIO = 100  # unpacked bytes over file bytes; deflate reaches at most 1000
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A weights file as it was when it was read; its tensors may be mapped until they are copied.
+
+    Attributes:
+        path: path of the file.
+        signature: device, inode, size and mtime.
+    """
+
+    path: Path
+    signature: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> WeightsFile:
+        """Look at a file before it is read; if it cannot be read, `read_tensors` raises."""
+        return cls(path, _signature(path))
+
+    def check_unchanged(self, source: object) -> None:
+        """Raise WeightsError if the file has been replaced or written since."""
+        if _signature(self.path) != self.signature:
+            raise WeightsError(
+                f"{source}: {self.path.name} was changed while it was loaded; run the command "
+                "again",
+                code="weights.damaged",
+            )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -59,6 +87,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 code="weights.not_finite",
             )
     return tensors
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _check_dense(path: Path, name: str, tensor: Tensor) -> None:

@@ -25,7 +25,7 @@ from finetune.model_checksums import (
 )
 from finetune.models.architectures import transformers_classifier
 from finetune.models.weights import google_npz, python_package, transformers_config
-from finetune.models.weights.read import read_tensors
+from finetune.models.weights.read import WeightsFile, read_tensors
 from finetune.models.weights.rename import rename_tensors
 from finetune.models.weights.timm_config import (
     Weights,
@@ -307,13 +307,17 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         )
     provenance: dict[str, Any] = {"source": source, "license": None}
     if path.suffix == ".npz":
-        tensors = read_tensors(path)
+        opened, tensors = WeightsFile.open(path), read_tensors(path)
         architecture, model_args, state = google_npz.convert_checkpoint(
             tensors, source=source, args=args
         )
         config = google_npz.google_pretrained_config(architecture, model_args, state)
         provenance |= {"file": path.name, "sha256": file_sha256(path)}
-        weights = Weights(architecture, model_args, config, state, None, provenance, posemb="paper")
+        weights = Weights(
+            *(architecture, model_args, config, state, None, provenance),
+            posemb="paper",
+            opened=opened,
+        )
         return weights if pretrained else replace(weights, state=None)
     config_path, checksums = path.with_name("config.json"), None
     if given is not None:
@@ -357,7 +361,7 @@ def _add_tensors(
         checksums: result of `read_checksums`; None without a config.json.
     Raises: WeightsError if the file cannot be read, or does not match its checksum.
     """
-    tensors = read_tensors(path)
+    opened, tensors = WeightsFile.open(path), read_tensors(path)
     file = {"file": path.name, "sha256": sha256 or file_sha256(path)}
     verify_checksum(path.name, file["sha256"], checksums or {}, source=weights.provenance["source"])
     model_args = weights.model_args
@@ -369,7 +373,9 @@ def _add_tensors(
     # transformers' TimmWrapper saves networks of timm under this name
     tensors = {name.removeprefix("timm_model."): value for name, value in tensors.items()}
     provenance = {**weights.provenance, **file}
-    return replace(weights, model_args=model_args, state=tensors, provenance=provenance)
+    return replace(
+        weights, model_args=model_args, state=tensors, provenance=provenance, opened=opened
+    )
 
 
 def _convert_transformers_tensors(

@@ -17,6 +17,7 @@ from finetune.files import read_untrusted_json
 from finetune.formatting import format_bytes
 from finetune.host_resources import total_memory_bytes
 from finetune.models.architectures import transformers_classifier
+from finetune.models.weights.read import WeightsFile
 from finetune.models.weights.resize_posemb import default_resize_method
 from finetune.transforms.operations import MAX_IMAGE_SIDE
 
@@ -89,6 +90,7 @@ class Weights:
         from_config: True if model_args and config were read from a config.json.
         posemb: method that resizes the position embeddings, one of RESIZE_METHODS; None if it
             follows from the architecture and the tag.
+        opened: the file of the tensors; None without tensors.
     """
 
     architecture: str
@@ -103,6 +105,7 @@ class Weights:
     validation_scores: Mapping[str, Any] | None = None
     from_config: bool = False
     posemb: str | None = None
+    opened: WeightsFile | None = None
 
     @property
     def pretrained_cfg(self) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -51,6 +52,8 @@ class StopSignals:
         self._pid = os.getpid()
 
     def __enter__(self) -> StopSignals:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread receives signals
         for number in stop_signals():
             self._previous_handlers[number] = signal.signal(number, self._handle)
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,20 @@ def test_first_signal_requests_a_stop_and_handlers_are_restored(name: str) -> No
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_another_thread_trains_without_handlers() -> None:
+    """Python sets handlers only in the main thread; a server may train in another one."""
+    before, entered = signal.getsignal(signal.SIGTERM), list[bool]()
+
+    def enter() -> None:
+        with StopSignals():
+            entered.append(signal.getsignal(signal.SIGTERM) is before)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [True]
 
 
 def test_sighup_ignored_by_nohup_stays_ignored() -> None:

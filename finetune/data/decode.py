@@ -377,10 +377,23 @@ def _scale_gray(gray: np.ndarray, mode: str) -> np.ndarray:
         gray: (H, W), integers in 0..65535 or floats in 0..1.
         mode: PIL's name of the mode.
     Returns: (H, W) uint8, rounded to nearest.
-    Raises: DataError for values outside these ranges: the white level would be a guess.
+    Raises: DataError for values outside these ranges, and for 32-bit integers that are all below
+        256: the white level would be a guess.
     """
     white = 1.0 if mode == "F" else 65535.0
     low, high = float(gray.min()), float(gray.max())
+    if mode == "I" and 0 < high < 256:
+        raise DataError(
+            f"gray values from {low:g} to {high:g} in 32 bits, whose white is 65535; save it as "
+            "8-bit",
+            code="data.wrong_format",
+        )
+    if mode != "F" and 0 < high < 4096:
+        warn_once(
+            f"16-bit gray images with values up to {high:g} of 65535 are dark; if they have 10 or "
+            "12 bits, multiply their values",
+            key="dark 16-bit gray",
+        )
     if not (low >= 0 and high <= white):  # written so that NaN fails too
         raise DataError(
             f"gray values from {low:g} to {high:g}; expected 0 to {white:g}; save it as 8-bit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 
@@ -130,7 +131,7 @@ def _encode_by_sorted_value(
 
 
 def check_distinct_class_names(names: Iterable[str], location: str) -> None:
-    """Reject class names that differ only in case, Unicode form, spaces, leading zeros and so on.
+    """Reject class names that differ only in case, Unicode form, spaces, zeros and so on.
 
     Such names usually mean the same class, and some file systems merge them.
 
@@ -143,11 +144,11 @@ def check_distinct_class_names(names: Iterable[str], location: str) -> None:
     for name in names:
         visible = "".join(char for char in name if unicodedata.category(char) != "Cf")
         key = " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
-        if key.isdecimal():
-            key = str(int(key))
+        if number := re.fullmatch(r"(\d+)(\.0+)?", key):
+            key = str(int(number[1]))
         if seen.setdefault(key, name) != name:
             raise DataError(
                 f"{location}: the classes {seen[key]!r} and {name!r} differ only in case, Unicode "
-                "form, spaces, leading zeros or invisible characters; rename or merge them",
+                "form, spaces, zeros (01, 1, 1.0) or invisible characters; rename or merge them",
                 code="data.duplicate_class",
             )

@@ -262,7 +262,9 @@ def _resolve_model_args(
     model_args = {**weights.model_args, **timm_args}
     model_args.pop("num_classes", None)
     size = image_size if image_size is not None else model_args.get("img_size")
-    if size is None:
+    # as in timm: a network of any size gets the images of the pretrained configuration
+    is_any_size = model_args.get("dynamic_img_size") and "img_size" not in args
+    if size is None or (image_size is None and is_any_size):
         size = tuple(weights.config.get("input_size", (3, 224, 224)))[-2:]
     height, width = (size, size) if isinstance(size, int) else size
     if max(height, width) > MAX_IMAGE_SIDE:

@@ -351,6 +351,9 @@ CSV_FILES = {
     "classes that differ in case": csv_lines(
         "data.duplicate_class", "'A'", CSV_HEADER, "1.png,a", "2.png,A"
     ),
+    "two forms of one number": csv_lines(
+        "data.duplicate_class", "'1.0'", CSV_HEADER, "1.png,1", "2.png,1.0"
+    ),
     "a metadata.csv without labels": BadInput(
         "data info folder:d",
         "data.no_column",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from image_corpus import CORPUS
+from logs import logged
 from PIL import Image, ImageOps
 from refusals import refused
 
@@ -203,8 +204,18 @@ def test_16_bit_big_endian_and_32_bit_integer_images() -> None:
     assert np.array_equal(decode_image(int32_image), to_rgb(GRAY8))
     with refused("data.wrong_format", "0 to 65536", "0 to 65535"):
         decode_image(Image.fromarray(np.array([[0, 65536]], dtype=np.int32)))
+    with refused("data.wrong_format", "1 to 255 in 32 bits", "8-bit"):  # not black
+        decode_image(Image.fromarray(np.array([[1, 255]], dtype=np.int32)))
     with refused("data.wrong_format", "-1 to 5"):
         decode_image(Image.fromarray(np.array([[-1, 5]], dtype=np.int32)))
+
+
+def test_dark_16_bit_images_are_said() -> None:
+    lines: list[str] = []
+    with logged(lines):
+        pixels = decode_image(encode(Image.fromarray(GRAY16 // 16), "PNG"))
+    assert pixels.max() == 16
+    assert "up to 4095 of 65535" in lines[0]
 
 
 def test_float_tiff_is_scaled_or_rejected() -> None:

@@ -66,6 +66,23 @@ class TestFolder:
         with refused("weights.damaged", folder, "while it was loaded"):
             build_model(str(folder))
 
+    def test_the_image_size_is_that_of_timm(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["pretrained_cfg"] |= {"input_size": [3, 48, 48]}
+        for dynamic, size in ((False, SMALL_VIT_ARGS["img_size"]), (True, 48)):
+            config["model_args"] = {**SMALL_VIT_ARGS, "dynamic_img_size": dynamic}
+            (folder / "config.json").write_text(json.dumps(config))
+            assert build_model(str(folder)).preprocessing.image_size == (size, size)
+
+    def test_a_size_from_the_registry_is_said(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["pretrained_cfg"].pop("input_size", None)
+        edit_config(folder, **{**config, "architecture": "test_resnet", "model_args": {}})
+        assert resolve_weights(str(folder), pretrained=False).config["input_size"] == (3, 160, 160)
+        assert "has no input_size; images get 160 pixels" in caplog.text
+
     def test_local_dir_prefix_of_timm(self, folder: Path) -> None:
         assert resolve_weights(f"local-dir:{folder}").model_args == SMALL_VIT_ARGS
 

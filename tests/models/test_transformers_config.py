@@ -169,6 +169,24 @@ def test_says_that_a_processor_prepares_images_differently(
     assert name in lines[0]
 
 
+@pytest.mark.parametrize(
+    "labels, problem_type, is_multilabel",
+    [
+        ("ab", "multi_label_classification", True),
+        ("a", None, True),
+        ("ab", "single_label_classification", False),
+        ("ab", None, False),
+    ],
+)
+def test_multilabel_classifiers(
+    tmp_path: Path, labels: str, problem_type: str | None, is_multilabel: bool
+) -> None:
+    """As in transformers' pipeline."""
+    id2label = dict(enumerate(labels))
+    name = write_config(tmp_path, None, id2label=id2label, problem_type=problem_type)
+    assert resolve_classifier(name, pretrained=False)[0].multilabel is is_multilabel
+
+
 def test_unknown_processor_is_refused(tmp_path: Path) -> None:
     name = write_config(tmp_path, {"image_processor_type": "NoSuchProcessor"})
     with refused("weights.wrong_config", name, "preprocessor_config.json", "image_processor_type"):

@@ -16,6 +16,7 @@ from finetune.errors import WeightsError, did_you_mean
 from finetune.files import read_untrusted_json
 from finetune.formatting import format_bytes
 from finetune.host_resources import total_memory_bytes
+from finetune.log import warn_once
 from finetune.models.architectures import transformers_classifier
 from finetune.models.weights.read import WeightsFile
 from finetune.models.weights.resize_posemb import default_resize_method
@@ -150,6 +151,12 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
     defaults = {key: getattr(entry, key, None) for key in ARCHITECTURE_KEYS}
     known_keys = {f.name for f in fields(PretrainedCfg)}
     config = defaults | {k: v for k, v in pretrained_cfg.items() if k in known_keys}
+    if "input_size" not in pretrained_cfg and config["input_size"] not in (None, (3, 224, 224)):
+        size = config["input_size"][-1]
+        warn_once(
+            f"{label} has no input_size; images get {size} pixels, as for other weights of "
+            f"{architecture}; for others, set model.image_size"
+        )
     config["architecture"] = architecture
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))
     config = drop_source_keys(config)

@@ -27,6 +27,7 @@ from finetune.models.architectures.transformers_classifier import (
     network_config,
 )
 from finetune.models.weights.timm_config import (
+    MULTILABEL_PROBLEM_TYPE,
     Weights,
     check_model_args,
     validate_config,
@@ -73,6 +74,7 @@ class ClassifierConfig(BaseModel):
     architectures: list[str] | None = None
     id2label: dict[int, Any] | None = None
     num_labels: Annotated[int, Field(ge=0)] | None = None
+    problem_type: str | None = None
     image_size: _ImageSize = None
 
 
@@ -241,7 +243,7 @@ def _parse_config(
     labels = config.id2label or {}
     names = [str(labels[index]) for index in sorted(labels)]
     # transformers omits the labels from config.json for its default of two classes
-    num_labels = 2 if config.num_labels is None else config.num_labels
+    num_classes = len(names) or (2 if config.num_labels is None else config.num_labels)
     has_default_names = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
     # fail now, not after training, when the saved model is read
     model_args = {"transformers_config": network_config(content)}
@@ -250,10 +252,12 @@ def _parse_config(
         model_args=check_model_args(model_args, f"{source}: config.json"),
         config={
             **_convert_preprocessing(config, processor_config, processor),
-            "num_classes": len(names) or num_labels,
+            "num_classes": num_classes,
             "fixed_input_size": True,
         },
         class_names=None if has_default_names else names,
+        # transformers' pipeline computes a sigmoid in these two cases
+        multilabel=config.problem_type == MULTILABEL_PROBLEM_TYPE or num_classes == 1,
         provenance=provenance,
         from_config=True,
     )

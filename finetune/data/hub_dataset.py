@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,13 +71,18 @@ def _load_online(
     files_before = {
         path.resolve() for path in _repo_cache_folder(repo_id).rglob("*") if path.exists()
     }
+    copies_before = {*_datasets_copies(repo_id)}
     commit = _request_commit(source, repo_id, revision)
     _download_configuration(source, repo_id, commit)
     try:
         dataset_dict = datasets.load_dataset(repo_id, config, revision=revision)
     except Exception as caught:  # `datasets` raises any type of error
         error = caught
-    _check_downloaded_files(repo_id, commit, files_before)
+    is_prepared_now = {*_datasets_copies(repo_id)} != copies_before
+    damaged = _damaged_files(repo_id, commit, skip=set() if is_prepared_now else files_before)
+    if damaged:
+        _remove_damaged_files(repo_id, commit, damaged)
+        raise TransientHubError(f"{damaged[0].name} arrived with a wrong checksum")
     loaded_commit = _recorded_commit(dataset_dict) if dataset_dict is not None else None
     if error is None and loaded_commit in (None, commit):
         return dataset_dict, commit
@@ -198,27 +203,20 @@ def _to_user_error(source: str, revision: str | None, error: Exception) -> Excep
     return DataError(message, code="data.not_loadable")
 
 
-def _check_downloaded_files(repo_id: str, commit: str, files_before: set[Path]) -> None:
-    """Verify the checksums of newly downloaded files.
-
-    Raises: TransientHubError for a wrong checksum, after deleting the damaged files and the data
-        that `datasets` prepared from them.
-    """
+def _damaged_files(repo_id: str, commit: str, *, skip: Set[Path]) -> list[Path]:
+    """Return the files of a commit in the Hub's cache, without `skip`, with a wrong checksum."""
     snapshot = _snapshot_folder(repo_id, commit)
-    files = [path for path in snapshot.rglob("*") if path.is_file()]
-    damaged = [
-        path
-        for path in files
-        if path.resolve() not in files_before and verify_checksum(path) is None
-    ]
-    if not damaged:
-        return
+    files = (path for path in snapshot.rglob("*") if path.is_file())
+    return [path for path in files if path.resolve() not in skip and verify_checksum(path) is None]
+
+
+def _remove_damaged_files(repo_id: str, commit: str, damaged: Sequence[Path]) -> None:
+    """Remove files from the Hub's cache, and the data that `datasets` prepared from them."""
     for path in damaged:
         path.resolve().unlink(missing_ok=True)
     for copy in _datasets_copies(repo_id):
         if copy.name == commit:
             shutil.rmtree(copy, ignore_errors=True)
-    raise TransientHubError(f"{damaged[0].name} arrived with a wrong checksum")
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -262,6 +260,15 @@ def _load_cached(
     commit = _recorded_commit(dataset_dict)
     if commit is None:
         return dataset_dict, None
+    if {*_datasets_copies(repo_id)} != {*copies} and (
+        damaged := _damaged_files(repo_id, commit, skip=set())
+    ):
+        _remove_damaged_files(repo_id, commit, damaged)
+        raise DataError(
+            f"{source}: {damaged[0].name} in the Hub's cache was damaged (its checksum is not the "
+            "Hub's), and is removed; go online to download it again",
+            code="data.damaged",
+        )
     if commit != (expected if revision else expected or commit):
         only = f"only revision {commit} is cached"
         if hub_error is None:

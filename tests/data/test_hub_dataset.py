@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from refusals import refused
 from small_datasets import write_parquet
 from streaming_dataset import disable_retry_waits
 
+from finetune.data import hub_dataset
 from finetune.data.hub_dataset import list_parquet_files
 from finetune.data.open_source import open_source
 from finetune.data.source import Source
@@ -207,6 +209,27 @@ class TestCache:
         assert_refused(f"hub:{NAME}@v2", "data.not_cached", old)
         assert_refused(f"hub:{NAME}@{'a' * 40}", "data.not_cached", old)
         assert hub.requests == []
+
+    @pytest.mark.parametrize("offline", [False, True])
+    def test_an_exchanged_file_is_not_prepared_again(
+        self, offline: bool, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import datasets
+
+        open_source(f"hub:{NAME}@v1")
+        [snapshot] = (tmp_path / "home/hub").glob("datasets--*/snapshots/*")
+        other = dataset_files(tmp_path / "other", [1, 0, 0])["data/train-00000-of-00001.parquet"]
+        (snapshot / "data/train-00000-of-00001.parquet").resolve().write_bytes(other)
+        if not offline:
+            shutil.rmtree(datasets.config.HF_DATASETS_CACHE)
+        else:  # with HF_HUB_OFFLINE set, `datasets` prepares the files, but not if it is patched in
+            copies = iter(([], [tmp_path], []))
+            monkeypatch.setattr(hub_dataset, "_datasets_copies", lambda _: next(copies))
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+            monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+            assert_refused(f"hub:{NAME}@v1", "data.damaged", "train-00000-of-00001.parquet")
+            return
+        assert labels(open_source(f"hub:{NAME}@v1")) == [0, 1, 1]
 
 
 SHARDS = [f"data/train-0000{number}-of-00002.parquet" for number in range(2)]

@@ -614,18 +614,23 @@ def _plots_section(content: CardContent) -> list[str]:
 
 
 def _data_section(content: CardContent) -> list[str]:
-    images = content.record.get("plan", {}).get("images", {})
-    config = content.config["pretrained_cfg"]
-    splits = [f"- train: {images['train']:,} images"] if "train" in images else []
-    if "val" in images:
-        chose = "" if content.recipe.run.best == "last" else "; the weights were selected on them"
-        splits.append(f"- val: {images['val']:,} images{chose}")
-    if "test" in images:
-        when = ", evaluated once, after training" if content.results.get("test") else ""
-        splits.append(f"- test: {images['test']:,} images{when}")
-    if decisions := content.record.get("plan", {}).get("decisions"):
+    plan, config = content.record.get("plan", {}), content.config["pretrained_cfg"]
+    images, used = plan.get("images", {}), {"train": plan.get("images_read")}
+    used |= {split: (content.results.get(split) or {}).get("examples") for split in ("val", "test")}
+    notes = {"train": "", "val": "", "test": ""}
+    if content.recipe.run.best != "last":
+        notes["val"] = "; the weights were selected on them"
+    if content.results.get("test"):
+        notes["test"] = ", evaluated once, after training"
+    splits = []
+    for split, note in notes.items():
+        if split in images:
+            unreadable = images[split] - (used[split] or images[split])
+            left_out = f" ({unreadable:,} of them unreadable and left out)" if unreadable else ""
+            splits.append(f"- {split}: {images[split]:,} images{left_out}{note}")
+    if decisions := plan.get("decisions"):
         splits.append(f"- decisions: {_escape_markdown(describe_decisions(decisions))}")
-    eval_pipeline = content.record.get("plan", {}).get("eval_pipeline")
+    eval_pipeline = plan.get("eval_pipeline")
     return [
         "## Data",
         "",

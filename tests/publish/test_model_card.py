@@ -136,6 +136,14 @@ def test_leaks_are_next_to_the_metrics() -> None:
     assert "Leak" not in render_card(card_content())
 
 
+def test_unreadable_images_are_counted() -> None:
+    record = card_content().record
+    changed = {**record, "plan": {**record["plan"], "images_read": 898}}
+    card = render_card(card_content(record=changed))
+    assert "- train: 900 images (2 of them unreadable and left out)" in card
+    assert "- test: 355 images, evaluated once" in card
+
+
 def test_changed_metrics_are_named() -> None:
     changes = {"metrics_changed": True, "numerics_changed": ["processes 2 -> 1"]}
     card = render_card(card_content(record={**card_content().record, **changes}))

@@ -52,8 +52,14 @@ def group_by_split(
     others = []
     for file in files:
         path = get_path(file)
-        words = [*re.split(r"[-_.]", path.name.lower()), path.parent.name.lower()]
-        split = next((SPLIT_ALIASES[word] for word in words if word in SPLIT_ALIASES), None)
+        words = re.split(r"[-_.]", path.name.lower())
+        named = dict.fromkeys(SPLIT_ALIASES[word] for word in words if word in SPLIT_ALIASES)
+        split = next(iter(named), SPLIT_ALIASES.get(path.parent.name.lower()))
+        if len(named) > 1:
+            warn_once(
+                f"{source}: {path.name} has the names of several splits ({', '.join(named)}), and "
+                f"is read as {split}; rename it if it is another one"
+            )
         if split:
             groups.setdefault(split, []).append(file)
         else:

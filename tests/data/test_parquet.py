@@ -74,6 +74,16 @@ def test_parquet_layouts(tmp_path: Path, layout: list[str], path: str) -> None:
     assert source.class_names == ["no", "yes"]
 
 
+def test_a_file_named_after_two_splits_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("pretrain_test.parquet", "train_test.parquet"):
+        write_parquet(tmp_path / name, [0, 1], names=["a", "b"])
+    assert {*open_source(f"parquet:{tmp_path}").splits} == {"train", "test"}
+    assert "train_test.parquet has the names of several splits (train, test)" in caplog.text
+    assert "pretrain_test" not in caplog.text
+
+
 def test_missing_and_repeated_shards_are_refused(tmp_path: Path) -> None:
     for number in (0, 2):
         write_parquet(tmp_path / f"train-0000{number}-of-00003.parquet", [0, 1], names=["a", "b"])

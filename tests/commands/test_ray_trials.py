@@ -91,6 +91,7 @@ def tuned(no_plots: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     return ["tune", str(path), "--out", str(tmp_path / "run"), "--minutes", "30", "--on", "ray"]
 
 
+@pytest.mark.faults
 class TestSearch:
     def test_two_trials_at_the_same_time(self, tuned: list[str], tmp_path: Path) -> None:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -104,7 +105,6 @@ class TestSearch:
         assert results["test"]["examples"] == 30
         assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
 
-    @pytest.mark.faults
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     def test_a_trial_continues_if_its_worker_is_lost(
         self, number: signal.Signals, tuned: list[str], tmp_path: Path

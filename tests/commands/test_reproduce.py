@@ -390,7 +390,7 @@ def test_interrupted_plan_continues_where_it_stopped(
     assert Path(summary["comparison"]).read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_processes_run_a_plan_together(plan: str, tmp_path: Path) -> None:
     text = Path(plan).read_text().replace("[0.1, 0.3, 0.2]", "[0.001]")
     Path(plan).write_text(text.replace(", optim.weight_decay: [0, 0.5]", ""))

@@ -183,7 +183,12 @@ class TestPush:
 
 class TestFaults:
     @pytest.mark.parametrize(
-        "fault", [{"status": 503, "retry_after": 0}, {"kind": "reset"}, {"kind": "lost"}]
+        "fault",
+        [
+            pytest.param({"status": 503, "retry_after": 0}, marks=pytest.mark.faults),
+            pytest.param({"kind": "reset"}, marks=pytest.mark.faults),
+            {"kind": "lost"},
+        ],
     )
     def test_one_fault_at_every_request_makes_one_commit(
         self, hub: HubServer, folder: Path, fault: dict[str, Any], capfd: Any

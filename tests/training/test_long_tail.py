@@ -84,6 +84,7 @@ def test_killed_run_resumes_bit_exactly(
     check_same_run(tmp_path / "run", finished_run[0])
 
 
+@pytest.mark.faults
 def test_two_ranks_give_the_losses_of_one(
     finished_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ def run_without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_ranks_give_the_losses_of_one(run_without_dropout: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "recipe.yaml", tmp_path / "two"
     path.write_text(RECIPE)

@@ -15,6 +15,7 @@ from finetune.commands.prediction_output import (
     check_holds_predictions,
     open_features_writer,
     open_prediction_writer,
+    warn_of_separators,
 )
 from finetune.data.image_paths import list_cli_images
 from finetune.evaluation.unknown_classes import FALSE_UNKNOWN_RATE
@@ -112,6 +113,8 @@ def predict(
         )
         if is_used
     ]
+    if out_path is not None and out_path.suffix.lower() == ".csv":
+        warn_of_separators(classifier.class_names, extra_keys)
     rows = PredictionTable(classifier.class_names, extra_keys=extra_keys)
     contact_sheet = ContactSheet() if sheet_path else None
     on_decoded = None if contact_sheet is None else contact_sheet.add_image

@@ -17,6 +17,7 @@ from finetune.errors import DataError, RecipeError
 from finetune.files import atomic_replace, explain_disk_errors
 from finetune.formatting import escape_csv_formula, escape_to_one_line, format_probability
 from finetune.inference import PredictionRow
+from finetune.log import logger
 
 __all__ = [
     "PredictionTable",
@@ -25,6 +26,7 @@ __all__ = [
     "open_features_writer",
     "open_prediction_writer",
     "unreadable_files_error",
+    "warn_of_separators",
 ]
 
 PREDICTION_SUFFIXES = (".csv", ".jsonl")
@@ -116,6 +118,16 @@ def check_holds_predictions(path: Path) -> None:
             f"--out: {escape_to_one_line(str(path))} exists, and has no predictions; choose "
             "another file, or remove it",
             code="recipe.conflict",
+        )
+
+
+def warn_of_separators(class_names: Sequence[str], extra_keys: Sequence[str]) -> None:
+    """Warn if cells with several labels, separated by |, cannot be split again."""
+    name = next((name for name in class_names if "|" in name), None)
+    if name is not None and not {*_LIST_KEYS}.isdisjoint(extra_keys):
+        logger.warning(
+            f"--out: in a .csv file, | separates the labels of a cell, but the class '{name}' "
+            "contains it; write a .jsonl file"
         )
 
 

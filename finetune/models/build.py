@@ -179,10 +179,11 @@ def _init_head(
     if head_init in (None, "keep") and weights.state is not None and weights.from_config:
         old_names = (weights.class_names or ()) if multilabel is weights.multilabel else ()
         counts = Counter(old_names)  # several classes may have one name
-        old_row = {name: index for index, name in enumerate(old_names) if counts[name] == 1}
+        offset = int(weights.config.get("label_offset") or 0)  # rows before that of class 0
+        old_row = {name: row for row, name in enumerate(old_names, offset) if counts[name] == 1}
         rows = {index: old_row[name] for index, name in enumerate(class_names) if name in old_row}
         if list(class_names) == list(old_names):
-            rows = {index: index for index in range(len(class_names))}
+            rows = {index: index + offset for index in range(len(class_names))}
         if rows and copy_classifier_rows(model, weights.state, rows):
             logger.warning("model.head_init: %s", _kept_rows_message(source, rows, class_names))
             return {"kept_classes": len(rows), "kept_rows_sha256": json_sha256(rows)}

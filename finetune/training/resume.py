@@ -198,6 +198,9 @@ def start_or_resume(
             *record.get("numerics_changed", []),
             *_warn_of_changed_numerics(setup, record.get("numerics", {}), numerics),
         ]
+        if note := _describe_extra_evaluation(setup, start_step, recorded_num_steps):
+            logger.warning(f"{source.path}: {note}")
+            record["numerics_changed"].append(note)
     record["numerics"] = numerics
     if teacher is not None:
         record["teacher"] = cast(TeacherRecord, dict(teacher))
@@ -301,6 +304,20 @@ def _warn_of_changed_numerics(
             effect = "because batch norm gets its statistics from other numbers of images"
         logger.warning(f"results will differ {effect}: {', '.join(changes.values())}")
     return [*changes.values()]
+
+
+def _describe_extra_evaluation(
+    setup: TrainingSetup, start_step: int, recorded_num_steps: int
+) -> str:
+    """Describe an evaluation that a run of the new length would not have made; else ""."""
+    chooses_weights = "val" in setup.source.splits and setup.recipe.run.best != "last"
+    is_longer = start_step == recorded_num_steps < setup.num_steps
+    if not (chooses_weights and is_longer) or setup.is_eval_step(start_step):
+        return ""
+    return (
+        f"step {start_step:,} was evaluated because the run ended there, so the kept weights may "
+        f"differ from those of {setup.num_steps:,} steps from scratch"
+    )
 
 
 def _new_id() -> RunRecord:

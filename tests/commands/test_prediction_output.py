@@ -22,6 +22,7 @@ from finetune.commands.prediction_output import (
     format_predictions,
     open_prediction_writer,
     unreadable_files_error,
+    warn_of_separators,
 )
 from finetune.data.image_paths import find_images, list_cli_images
 from finetune.errors import DataError
@@ -358,3 +359,12 @@ def test_a_file_that_another_program_writes_meanwhile_is_kept(tmp_path: Path) ->
     with refused("recipe.conflict", path), open_prediction_writer(path, num_predictions=1):
         path.write_text("name,score\n")
     assert path.read_text() == "name,score\n"
+
+
+def test_class_names_with_the_separator_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_separators(["a", "b"], ["labels"])
+    warn_of_separators(["a|b", "a"], ["unknown"])
+    assert caplog.text == ""
+    warn_of_separators(["a|b", "a"], ["prediction_set"])
+    assert "'a|b'" in caplog.text
+    assert ".jsonl" in caplog.text

@@ -141,6 +141,20 @@ class TestKeepHeadClasses:
         assert "2 of the 8" in warning
         assert "fox, gnu, hen, ibis, jay, …" in warning
 
+    def test_rows_before_that_of_the_first_class_are_skipped(self, tmp_path: Path) -> None:
+        """Google's Inception networks have a row for the background."""
+        folder, x = save_random_network(tmp_path, "vit"), random_images(NETWORKS["vit"][2])
+        content = json.loads((Path(folder) / "config.json").read_text())
+        content["pretrained_cfg"] |= {"label_offset": 1, "num_classes": 4}
+        content |= {"label_names": CLASS_NAMES[1:], "num_classes": 4}
+        content.pop("checksums", None)
+        before = compute_logits(build_model(folder).model, x)
+        (Path(folder) / "config.json").write_text(json.dumps(content))
+        for names in (CLASS_NAMES[1:], CLASS_NAMES[:0:-1]):
+            built = build_model(folder, num_classes=4, class_names=names, head_init="keep")
+            columns = [CLASS_NAMES.index(name) for name in names]
+            torch.testing.assert_close(compute_logits(built.model, x), before[:, columns])
+
     @pytest.mark.parametrize("head_init", ["zeros", "default"])
     def test_head_init_replaces_the_head_on_request(self, head_init: str, tmp_path: Path) -> None:
         folder = save_random_network(tmp_path, "vit")

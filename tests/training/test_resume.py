@@ -531,6 +531,20 @@ def test_branch_excludes_an_evaluation_that_the_longer_run_does_not_make(run: Ru
     assert start(run, make_setup(*schedule, "optim.steps=20"), resume=True) == 12
 
 
+def test_an_evaluation_that_the_longer_run_does_not_make_is_said(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["optim.schedule=constant", "data.val_fraction=0.2", "run.eval_every=6"]
+    for steps in (6, 12, 20):
+        start(run, make_setup(*options, f"optim.steps={steps}"), resume=steps > 6)
+        save(run, steps)
+    assert "was evaluated because" not in caplog.text
+    start(run, make_setup(*options, "optim.steps=30"), resume=True)
+    [note] = read_record(run)["numerics_changed"]
+    assert note.startswith("step 20 was evaluated because the run ended there")
+    assert note in caplog.text
+
+
 def test_branch_does_not_trust_the_length_in_the_plan(wsd_run: RunDir) -> None:
     record = read_record(wsd_run)
     write_record(wsd_run, {**record, "plan": {**record["plan"], "steps": 30}})

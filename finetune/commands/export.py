@@ -319,9 +319,9 @@ def _check_not_foreign(target: Path, record_path: Path, required_source: str | N
         names, source = [*record["export"]["sha256"]], record.get("source", {}).get("model")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         names, source = [], None
-    if target.name in names and required_source not in (None, source):
+    if target.name in names and required_source is not None and source != required_source:
         raise SetupError(
-            f"{target}: exists, an export of {source}; choose another place with --out",
+            f"{target}: already exists, as an export of {source}; choose another path with --out",
             code="setup.exists",
         )
     known = {*names, record_path.name} if target.name in names else set()

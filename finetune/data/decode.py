@@ -20,7 +20,6 @@ import io
 import os
 import re
 import struct
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -64,8 +63,6 @@ _TILE_TAGS = (322, 323)  # TIFF's TileWidth and TileLength
 _TIFF_INTEGER_BYTES = {3: 2, 4: 4}  # bytes of SHORT and LONG, the types that TIFF 6.0 allows
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 HEIC_HINT = f"to read HEIC photos, {install_hint('heic')}"
-# loading a PIL image changes it, and several threads may have the same one
-_PIL_IMAGE_LOCK = threading.Lock()
 _EXIF_KEYS = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 # our own limit is lower and raises an error; PIL's warning would only repeat it
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -98,8 +95,7 @@ def decode_image(
     """
     try:
         if isinstance(data, Image.Image):
-            with _PIL_IMAGE_LOCK:
-                return _decode_pil_image(data, None)
+            return _decode_pil_image(data, None)
         if isinstance(data, bytes):
             return _decode_stream(io.BytesIO(data), decode_size, buffer)
         opened = open_dataset_file(Path(data)) if isinstance(data, str | Path) else data
@@ -360,7 +356,9 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     if image.mode == "RGB" and "transparency" not in image.info:
         return np.asarray(image)
     if image.mode.startswith("I") or image.mode == "F":
-        return np.repeat(_scale_gray(np.asarray(image), image.mode)[:, :, None], 3, axis=2)
+        # PIL scales every PGM of more than 8 bits to 16, in mode I
+        mode = "I;16" if image.format == "PPM" and image.mode == "I" else image.mode
+        return np.repeat(_scale_gray(np.asarray(image), mode)[:, :, None], 3, axis=2)
     if image.has_transparency_data:
         # not every PIL version converts premultiplied modes or transparent gray directly to RGBA
         straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
@@ -384,14 +382,14 @@ def _scale_gray(gray: np.ndarray, mode: str) -> np.ndarray:
     low, high = float(gray.min()), float(gray.max())
     if mode == "I" and 0 < high < 256:
         raise DataError(
-            f"gray values from {low:g} to {high:g} in 32 bits, whose white is 65535; save it as "
-            "8-bit",
+            f"32-bit gray values from {low:g} to {high:g}, but white is 65535, so the image would "
+            "be black; save it as 8-bit",
             code="data.wrong_format",
         )
     if mode != "F" and 0 < high < 4096:
         warn_once(
-            f"16-bit gray images with values up to {high:g} of 65535 are dark; if they have 10 or "
-            "12 bits, multiply their values",
+            f"a 16-bit gray image has no value above {high:g} of 65535, so it is dark; if it has "
+            "10 or 12 bits, multiply its values",
             key="dark 16-bit gray",
         )
     if not (low >= 0 and high <= white):  # written so that NaN fails too

@@ -17,6 +17,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode
 from huggingface_hub.errors import HFValidationError
 
 from finetune.errors import DataError, HubError
+from finetune.formatting import format_bytes
 from finetune.hub.client import (
     HubFileNotFoundError,
     TransientHubError,
@@ -26,7 +27,7 @@ from finetune.hub.client import (
     user_error,
 )
 from finetune.hub.download import verify_checksum
-from finetune.log import warn_once
+from finetune.log import logger, warn_once
 
 __all__ = ["DatasetFiles", "list_parquet_files", "load_hub_dataset", "resolve_commit"]
 
@@ -206,14 +207,17 @@ def _to_user_error(source: str, revision: str | None, error: Exception) -> Excep
 def _damaged_files(repo_id: str, commit: str, *, skip: Set[Path]) -> list[Path]:
     """Return the files of a commit in the Hub's cache, without `skip`, with a wrong checksum."""
     snapshot = _snapshot_folder(repo_id, commit)
-    files = (path for path in snapshot.rglob("*") if path.is_file())
+    files = [path for path in snapshot.rglob("*") if path.is_file()]
+    if (size := sum(path.stat().st_size for path in files)) > 2**30 and not skip:
+        logger.info(f"{repo_id}: verifying {format_bytes(size)} in the Hub's cache")
     return [path for path in files if path.resolve() not in skip and verify_checksum(path) is None]
 
 
 def _remove_damaged_files(repo_id: str, commit: str, damaged: Sequence[Path]) -> None:
     """Remove files from the Hub's cache, and the data that `datasets` prepared from them."""
     for path in damaged:
-        path.resolve().unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a shared cache may be read-only
+            path.resolve().unlink(missing_ok=True)
     for copy in _datasets_copies(repo_id):
         if copy.name == commit:
             shutil.rmtree(copy, ignore_errors=True)
@@ -266,7 +270,7 @@ def _load_cached(
         _remove_damaged_files(repo_id, commit, damaged)
         raise DataError(
             f"{source}: {damaged[0].name} in the Hub's cache was damaged (its checksum is not the "
-            "Hub's), and is removed; go online to download it again",
+            "Hub's); go online to download it again",
             code="data.damaged",
         )
     if commit != (expected if revision else expected or commit):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from finetune.data.decode import HEIC_HINT
+from finetune.data.decode import HEIC_HINT, decode_image
 from finetune.data.image_folder import count_heic_photos, walk_images, warn_ignored_files
 from finetune.errors import DataError, RecipeError
 from finetune.formatting import escape_to_one_line
@@ -62,12 +63,16 @@ def find_images(
     image_ids: set[int] = set()  # unique, because `files` keeps the images alive
     for given in paths:
         if isinstance(given, Image.Image):
-            if id(given) in image_ids and not isinstance(paths, Sequence):
-                raise DataError(
-                    "the iterator returns the same PIL image twice, perhaps with other pixels; "
-                    "yield copies: image.copy()",
-                    code="data.ambiguous",
-                )
+            if id(given) in image_ids:
+                if isinstance(paths, Iterator):
+                    raise DataError(
+                        "the iterator returns the same PIL image twice, perhaps with other pixels; "
+                        "yield copies: image.copy()",
+                        code="data.ambiguous",
+                    )
+                # PIL loads a file when its pixels are first needed, which is not thread-safe
+                with contextlib.suppress(DataError):
+                    decode_image(given)
             image_ids.add(id(given))
             files.append((given, None))
             continue

@@ -57,8 +57,8 @@ def group_by_split(
         split = next(iter(named), SPLIT_ALIASES.get(path.parent.name.lower()))
         if len(named) > 1:
             warn_once(
-                f"{source}: {path.name} has the names of several splits ({', '.join(named)}), and "
-                f"is read as {split}; rename it if it is another one"
+                f"{source}: {path.name} matches several splits ({', '.join(named)}), and is read "
+                f"as {split}; rename it if it is another one"
             )
         if split:
             groups.setdefault(split, []).append(file)

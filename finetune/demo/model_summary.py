@@ -90,7 +90,7 @@ def summarize_model(model: str, classifier: Classifier) -> list[str]:
         None not in (evaluated, classifier.weights_sha256)
         and evaluated != classifier.weights_sha256
     ):
-        logger.warning(f"no metrics are shown: {model}: results.json is of other weights")
+        logger.warning(f"{model}: results.json belongs to other weights, so no metrics are shown")
         results = {}
     split_name, metrics = "test", results.get("test")
     if not metrics:

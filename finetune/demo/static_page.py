@@ -85,7 +85,7 @@ def write_static_page(
             if certificate["source"]["sha256"] != classifier.weights_sha256:
                 raise WeightsError(
                     f"{model}: has changed during the export; export it again",
-                    code="weights.damaged",
+                    code="weights.changed",
                 )
             text = _render_page(pinned, classifier, certificate["export"]["sha256"]["model.onnx"])
             (page / "index.html").write_text(text, encoding="utf-8")

@@ -124,8 +124,8 @@ def build_model(
     create_args = {**model_args, **dropout_args, "num_classes": classes}
     kept = {} if keep_head else _init_head(model, weights, class_names or (), head_init, multilabel)
     model, resized = load_weights(model, weights, create_args, posemb=posemb, keep_head=keep_head)
-    if weights.opened is not None:
-        weights.opened.check_unchanged(name)
+    if weights.file is not None:
+        weights.file.check_unchanged(name)
     freeze_parameters(model, freeze)
     if adapter is not None:
         add_adapter(model, size, **adapter)

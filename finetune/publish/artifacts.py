@@ -246,11 +246,11 @@ def rewrite_artifacts(
 def keep_other_files(run: RunDir, folder: Path) -> None:
     """Copy what others have put into a run's model/, such as examples, into the new folder.
 
-    An exported model is left out, after a message, because it has the weights of the old one.
+    An exported model is left out, after a message, because it may have other weights.
     """
     exported = run.model_folder / EXPORT_FILES[0]
     if exported.exists():
-        logger.info(f"{exported}: removed, because it has the earlier weights; export again")
+        logger.info(f"{exported}: removed, because model/ is written anew; export again")
     own_names = {*PUBLISHED_FILES, *EXPORT_FILES, "adapter"}
 
     def find_own(parent: str, names: list[str]) -> set[str]:

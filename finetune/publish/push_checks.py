@@ -192,7 +192,7 @@ def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "
         if other := set(_LOADED_IN_CARD.findall(text)) - {repository}:
             logger.warning(
                 f"{path}: its code loads {', '.join(sorted(other))}, not {repository}; correct it, "
-                "or push the run, whose card is written anew"
+                "or push the run itself, which rewrites the card"
             )
         RepoCard(text)
         errors, warnings = call_hub(repository, _validate_card_on_hub, text, repo_type)

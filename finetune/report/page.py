@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from finetune.data.source import Split
-from finetune.errors import CheckpointError, RecipeError
+from finetune.errors import RecipeError
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
 from finetune.evaluation.learning_curve import format_gain
@@ -206,7 +206,11 @@ def _write_run_page(
     contents = [
         (key, labels.get(key, key.capitalize())) for key in all_anchors if anchors.get(key, True)
     ]
-    return _render_page(page, "run.html", [run], contents=contents, **content)
+    text = _render("run.html", contents=contents, **content)
+    if has_changed_since_read(run):  # it may have ended, and written a newer page
+        return _write_run_page(read_run(run.path), page, None, findings)
+    write_atomically(page, text)
+    return page
 
 
 def _curve_svgs(run: Run) -> list[str]:
@@ -300,10 +304,8 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
     claims = claim_comparison_rows(runs)
     anchors = ["recipes", "curves", "runs", *(["claims"] if claims else [])]
     recipe_count = f"{len(groups)} recipes" if len(groups) > 1 else "one recipe"
-    return _render_page(
-        page,
+    text = _render(
         "compare.html",
-        runs,
         title=f"{len(runs)} runs compared",
         remark=" ".join(dict.fromkeys(run.recipe.run.note for run in runs if run.recipe.run.note)),
         lead=f"{recipe_count}: {', '.join(group.name for group in groups)}",
@@ -322,6 +324,8 @@ def _write_comparison_page(runs: Sequence[Run], page: Path) -> Path:
         ],
         claims=claims,
     )
+    write_atomically(page, text)
+    return page
 
 
 def _relative_link(target: Path, page: Path) -> str:
@@ -331,17 +335,5 @@ def _relative_link(target: Path, page: Path) -> str:
     return quote(os.fsencode(os.path.relpath(target.resolve(), page.parent.resolve())))
 
 
-def _render_page(page: Path, template: str, shown: Sequence[Run], **content: Any) -> Path:
-    """Render a template and replace the page atomically.
-
-    Raises: CheckpointError if a shown run has changed since it was read.
-    """
-    text = render_html(template, script="sort.js", **content)
-    for run in shown:
-        if has_changed_since_read(run):
-            raise CheckpointError(
-                f"{run.path}: has changed while the page was written; run the command again",
-                code="checkpoint.changed",
-            )
-    write_atomically(page, text)
-    return page
+def _render(template: str, **content: Any) -> str:
+    return render_html(template, script="sort.js", **content)

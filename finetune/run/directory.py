@@ -110,15 +110,15 @@ def _holds_lock(run: Path) -> bool:
     return holder is not None and holder._lock is not None
 
 
-def _drop_locks_after_fork() -> None:
-    """Close the lock files in a forked process, so that it does not hold the locks."""
+def _close_locks_in_child() -> None:
+    """Close the inherited lock files in a forked process, so that a lock ends with its parent."""
     for run in list(_HELD_LOCKS.values()):
         if run._lock is not None:
             run._lock.close()
             run._lock = None
 
 
-os.register_at_fork(after_in_child=_drop_locks_after_fork)
+os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 def whole_run(path: Path) -> Path:
@@ -182,6 +182,7 @@ class RunDir:
             self._lock.seek(0)
             holder = self._lock.read().decode(errors="replace").strip() or "unknown"
             self._lock.close()
+            self._lock = None
             raise SetupError(
                 f"{self.path}: in use by process {holder}; wait for it, stop it, or choose another "
                 "--out",

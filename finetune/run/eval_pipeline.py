@@ -49,5 +49,5 @@ def _raise_replaced(model: str | Path) -> NoReturn:
     """Raise WeightsError for a run that was replaced."""
     raise WeightsError(
         f"{model}: was replaced or trained while it was loaded; run the command again",
-        code="weights.damaged",
+        code="weights.changed",
     )

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -131,12 +132,11 @@ def _check_torch_state(device_type: str) -> None:
     changes = {
         "torch.autocast": torch.is_autocast_enabled(device_type),
         "torch.set_default_dtype": torch.get_default_dtype() != torch.float32,
-        "torch.inference_mode": torch.is_inference_mode_enabled(),
     }
     if found := [name for name, is_changed in changes.items() if is_changed]:
         raise SetupError(
-            f"called with {found[0]} in effect, which changes the results; end it before the call, "
-            "and set run.precision in the recipe",
+            f"{found[0]}: is in effect around this call, and changes the results; end it first, "
+            "and set run.precision instead",
             code="setup.unsupported",
         )
 
@@ -147,7 +147,8 @@ def _terminable_while_connecting(launcher: Launcher | None) -> Iterator[None]:
 
     Raises: SetupError if the ranks cannot connect.
     """
-    if launcher is None or launcher.ranks_connected:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if launcher is None or launcher.ranks_connected or not is_main_thread:
         yield
         return
     previous_handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from finetune.data.feature_loader import AnyLoader
 from finetune.data.loader import Batch
-from finetune.errors import FinetuneError, Interrupted, Paused
+from finetune.errors import FinetuneError, Interrupted, Paused, SetupError
 from finetune.evaluation.evaluator import Evaluator
 from finetune.files import file_sha256
 from finetune.formatting import pluralize
@@ -193,6 +194,12 @@ def _train(
 
     The other arguments, the result and the errors are those of `train`.
     """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise SetupError(
+            "torch.no_grad or inference_mode: is in effect around this call, so no gradient can be "
+            "computed; end it first",
+            code="setup.unsupported",
+        )
     run = RunDir(out)
     accelerator = create_accelerator(recipe.run, out=run.path)
     launcher = get_launcher()

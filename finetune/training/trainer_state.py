@@ -427,7 +427,8 @@ class TrainerState:
         if self.is_main_process:
             changes = read_record(self.run).get("numerics_changed", [])
             lost = f"the best checkpoint, of step {step:,}, was lost"
-            update_record(self.run, {"numerics_changed": [*changes, lost]})
+            if lost not in changes:
+                update_record(self.run, {"numerics_changed": [*changes, lost]})
 
     def _verify_checkpoint(self, step: int) -> str | None:
         """Read a checkpoint on rank 0. Returns: its problem on every rank; None if it is intact."""
@@ -446,7 +447,8 @@ class TrainerState:
             logger.warning(
                 f"the best checkpoint is missing or damaged; using the newest: {problem}"
             )
-            self._record_lost_best(step)
+            if self.counters.best_step is not None:
+                self._record_lost_best(step)
             newest = run_on_main(self.accelerator, self.run.newest_intact_step)
             step = newest or self.counters.step
         weights = {

@@ -80,7 +80,7 @@ def test_a_file_named_after_two_splits_is_said(
     for name in ("pretrain_test.parquet", "train_test.parquet"):
         write_parquet(tmp_path / name, [0, 1], names=["a", "b"])
     assert {*open_source(f"parquet:{tmp_path}").splits} == {"train", "test"}
-    assert "train_test.parquet has the names of several splits (train, test)" in caplog.text
+    assert "train_test.parquet matches several splits (train, test)" in caplog.text
     assert "pretrain_test" not in caplog.text
 
 

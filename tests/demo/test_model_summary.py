@@ -84,7 +84,7 @@ def test_metrics_of_other_weights_are_not_shown(
     assert "66.6 %" in summarize_model(str(run_folder), classifier)[2]
     path.write_text(json.dumps(results | {"model_sha256": "0" * 64}))
     assert len(summarize_model(str(run_folder), classifier)) == 2
-    assert "of other weights" in caplog.text
+    assert "belongs to other weights" in caplog.text
 
 
 def test_results_in_the_model_folder_take_precedence(run_folder: Path) -> None:

@@ -63,7 +63,7 @@ class TestFolder:
 
         assert build_model(str(folder)).class_names == ["ant", "bee", "cat"]
         monkeypatch.setattr(build_module, "load_weights", overwrite_and_load)
-        with refused("weights.damaged", folder, "while it was loaded"):
+        with refused("weights.changed", folder, "while it was loaded"):
             build_model(str(folder))
 
     def test_the_image_size_is_that_of_timm(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class TestFolder:
         config["pretrained_cfg"].pop("input_size", None)
         edit_config(folder, **{**config, "architecture": "test_resnet", "model_args": {}})
         assert resolve_weights(str(folder), pretrained=False).config["input_size"] == (3, 160, 160)
-        assert "has no input_size; images get 160 pixels" in caplog.text
+        assert "has no input_size; without model.image_size, images get 160 pixels" in caplog.text
 
     def test_local_dir_prefix_of_timm(self, folder: Path) -> None:
         assert resolve_weights(f"local-dir:{folder}").model_args == SMALL_VIT_ARGS

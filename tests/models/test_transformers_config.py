@@ -176,6 +176,7 @@ def test_says_that_a_processor_prepares_images_differently(
         ("a", None, True),
         ("ab", "single_label_classification", False),
         ("ab", None, False),
+        ("a", "regression", False),
     ],
 )
 def test_multilabel_classifiers(
@@ -185,6 +186,15 @@ def test_multilabel_classifiers(
     id2label = dict(enumerate(labels))
     name = write_config(tmp_path, None, id2label=id2label, problem_type=problem_type)
     assert resolve_classifier(name, pretrained=False)[0].multilabel is is_multilabel
+
+
+def test_the_code_of_a_processor_does_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto_map = {"AutoImageProcessor": "modeling.Net"}
+    name = write_config(tmp_path, {"auto_map": auto_map, "size": 32, **MEAN_AND_STD})
+    assert resolve_classifier(name, pretrained=False)[0].config["mean"] == (0.1, 0.2, 0.3)
+    assert "which is not run" in caplog.text
 
 
 def test_unknown_processor_is_refused(tmp_path: Path) -> None:

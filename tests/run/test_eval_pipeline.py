@@ -38,7 +38,7 @@ def replace(run: Path) -> None:
 def test_transforms_are_of_the_run_whose_weights_are_loaded(run: Path) -> None:
     built = build_model(str(run))
     replace(run)
-    with refused("weights.damaged", run, "again"):
+    with refused("weights.changed", run, "again"):
         eval_pipeline.load_eval_pipeline(run, built)
 
 
@@ -51,5 +51,5 @@ def test_recipe_is_of_the_run_whose_weights_are_loaded(
 
     assert load_run_model(str(run))[0] is not None
     monkeypatch.setattr(eval_pipeline, "load_model", replace_and_load)
-    with refused("weights.damaged", run, "again"):
+    with refused("weights.changed", run, "again"):
         load_run_model(str(run))

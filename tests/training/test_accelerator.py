@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from recipe_texts import tiny_recipe_text
 from refusals import refused
 
-from finetune.recipe.load import RunSection
+from finetune.recipe.load import RunSection, parse_recipe
 from finetune.training.accelerator import create_accelerator
+from finetune.training.train import train
 
 
 @contextmanager
@@ -26,7 +29,6 @@ def double_by_default():
     "context, name",
     [
         (lambda: torch.autocast("cpu", torch.bfloat16), "torch.autocast"),
-        (torch.inference_mode, "torch.inference_mode"),
         (double_by_default, "torch.set_default_dtype"),
     ],
 )
@@ -36,3 +38,11 @@ def test_torch_settings_that_change_results_are_refused(
     with context(), refused("setup.unsupported", name, "run.precision"):
         create_accelerator(RunSection(precision="fp32"))
     assert create_accelerator(RunSection(precision="fp32")).mixed_precision == "no"
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(
+    context: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    with context(), refused("setup.unsupported", "torch.no_grad", "inference_mode"):
+        train(parse_recipe(tiny_recipe_text()), tmp_path / "run")

@@ -38,8 +38,8 @@ class WeightsFile:
     signature: tuple[int, ...]
 
     @classmethod
-    def open(cls, path: Path) -> WeightsFile:
-        """Look at a file before it is read; if it cannot be read, `read_tensors` raises."""
+    def snapshot(cls, path: Path) -> WeightsFile:
+        """Record the file's signature before it is read; a missing file has an empty one."""
         return cls(path, _signature(path))
 
     def check_unchanged(self, source: object) -> None:
@@ -48,7 +48,7 @@ class WeightsFile:
             raise WeightsError(
                 f"{source}: {self.path.name} was changed while it was loaded; run the command "
                 "again",
-                code="weights.damaged",
+                code="weights.changed",
             )
 
 

@@ -271,9 +271,9 @@ def _require_own_weights(path: Path | None, checksums: Mapping[str, str], *, sou
     if path is None or (checksums and path.name not in checksums):
         problem = "no weights next to config.json"
         if path is not None:
-            problem = f"config.json has no sha256 of {path.name}, so it is of other weights"
+            problem = f"config.json has checksums, but none of {path.name}"
         raise WeightsError(
-            f"{source}: {problem}; expected model.safetensors",
+            f"{source}: {problem}; add the weights that belong to it, model.safetensors",
             code="weights.not_found",
         )
     return path
@@ -307,16 +307,20 @@ def _from_file(path: Path, pretrained: bool, args: Mapping[str, Any], *, source:
         )
     provenance: dict[str, Any] = {"source": source, "license": None}
     if path.suffix == ".npz":
-        opened, tensors = WeightsFile.open(path), read_tensors(path)
+        file, tensors = WeightsFile.snapshot(path), read_tensors(path)
         architecture, model_args, state = google_npz.convert_checkpoint(
             tensors, source=source, args=args
         )
         config = google_npz.google_pretrained_config(architecture, model_args, state)
         provenance |= {"file": path.name, "sha256": file_sha256(path)}
         weights = Weights(
-            *(architecture, model_args, config, state, None, provenance),
+            architecture,
+            model_args,
+            config,
+            state,
+            provenance=provenance,
             posemb="paper",
-            opened=opened,
+            file=file,
         )
         return weights if pretrained else replace(weights, state=None)
     config_path, checksums = path.with_name("config.json"), None
@@ -361,9 +365,10 @@ def _add_tensors(
         checksums: result of `read_checksums`; None without a config.json.
     Raises: WeightsError if the file cannot be read, or does not match its checksum.
     """
-    opened, tensors = WeightsFile.open(path), read_tensors(path)
-    file = {"file": path.name, "sha256": sha256 or file_sha256(path)}
-    verify_checksum(path.name, file["sha256"], checksums or {}, source=weights.provenance["source"])
+    file, tensors = WeightsFile.snapshot(path), read_tensors(path)
+    origin = {"file": path.name, "sha256": sha256 or file_sha256(path)}
+    source = weights.provenance["source"]
+    verify_checksum(path.name, origin["sha256"], checksums or {}, source=source)
     model_args = weights.model_args
     if path.suffix == ".npz":
         _, npz_args, tensors = google_npz.convert_checkpoint(tensors, source=path.name, args={})
@@ -372,10 +377,8 @@ def _add_tensors(
         tensors = _convert_transformers_tensors(tensors, weights)
     # transformers' TimmWrapper saves networks of timm under this name
     tensors = {name.removeprefix("timm_model."): value for name, value in tensors.items()}
-    provenance = {**weights.provenance, **file}
-    return replace(
-        weights, model_args=model_args, state=tensors, provenance=provenance, opened=opened
-    )
+    provenance = {**weights.provenance, **origin}
+    return replace(weights, model_args=model_args, state=tensors, provenance=provenance, file=file)
 
 
 def _convert_transformers_tensors(

@@ -91,7 +91,7 @@ class Weights:
         from_config: True if model_args and config were read from a config.json.
         posemb: method that resizes the position embeddings, one of RESIZE_METHODS; None if it
             follows from the architecture and the tag.
-        opened: the file of the tensors; None without tensors.
+        file: the file of the tensors; None without tensors.
     """
 
     architecture: str
@@ -106,7 +106,7 @@ class Weights:
     validation_scores: Mapping[str, Any] | None = None
     from_config: bool = False
     posemb: str | None = None
-    opened: WeightsFile | None = None
+    file: WeightsFile | None = None
 
     @property
     def pretrained_cfg(self) -> dict[str, Any] | None:
@@ -151,11 +151,11 @@ def read_timm_config(path: Path, source: str, **provenance: Any) -> Weights:
     defaults = {key: getattr(entry, key, None) for key in ARCHITECTURE_KEYS}
     known_keys = {f.name for f in fields(PretrainedCfg)}
     config = defaults | {k: v for k, v in pretrained_cfg.items() if k in known_keys}
-    if "input_size" not in pretrained_cfg and config["input_size"] not in (None, (3, 224, 224)):
-        size = config["input_size"][-1]
+    has_size = "input_size" in pretrained_cfg or "img_size" in (entries.model_args or {})
+    if not has_size and config["input_size"] not in (None, (3, 224, 224)):
         warn_once(
-            f"{label} has no input_size; images get {size} pixels, as for other weights of "
-            f"{architecture}; for others, set model.image_size"
+            f"{label} has no input_size; without model.image_size, images get "
+            f"{config['input_size'][-1]} pixels, the default of {architecture}"
         )
     config["architecture"] = architecture
     config["num_classes"] = content.get("num_classes", config.get("num_classes"))

@@ -45,7 +45,7 @@ PILLOW_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"
 # The ConvNext image processor, which CvT repositories also use, crops only below this image size.
 CONVNEXT_CROPS_BELOW_PIXELS = 384
 LEVIT_RESIZE = 256 / 224  # LeViT's processor multiplies the image size by it before the crop
-_MAX_DIFFERENCE = 0.02  # mean difference of pixels in [0, 1]: two resizes and roundings
+_MAX_DIFFERENCE = 0.02  # of pixels in [0, 1], on average; two implementations differ by less
 
 
 def _height_and_width(size: Any) -> Any:
@@ -156,15 +156,23 @@ def resolve_classifier(
                 "others, set data.mean and data.std"
             )
         return _parse_config(content, {}, provenance), weights, sha256
-    validate_config(ProcessorConfig, _read_json_mapping(path, name), f"{name}: {PROCESSOR_FILE}")
-    image_3HW = _example_image()
+    written, image_3HW = _read_json_mapping(path, name), _example_image()
+    # its values are checked before transformers computes with them
+    validate_config(ProcessorConfig, written, f"{name}: {PROCESSOR_FILE}")
+    if "auto_map" in written:
+        warn_once(
+            f"{name}: has code for its image processor, which is not run; images are prepared as "
+            f"the keys of {PROCESSOR_FILE} say"
+        )
+        defaults = {"do_normalize": True, "do_rescale": True}
+        return _parse_config(content, defaults | written, provenance), weights, sha256
     processor, expected = _prepare_with_transformers(path, image_3HW, name)
     parsed = _parse_config(content, processor, provenance)
     if expected[0].dim() == 3 and _is_prepared_differently(parsed.config, image_3HW, expected):
         kind = processor["image_processor_type"]
         warn_once(
-            f"{name}: {kind} of transformers prepares images differently, so answers of the "
-            "pretrained classifier may be wrong, until it is trained here"
+            f"{name}: {kind} prepares images in a way that finetune cannot reproduce; the "
+            "pretrained classifier may be wrong until you fine-tune it"
         )
     return parsed, weights, sha256
 
@@ -193,7 +201,7 @@ def _prepare_with_transformers(
 
 
 def _example_image() -> Tensor:
-    """Return an image (3, 240, 320) uint8 with other values in each channel and corner."""
+    """Return an image (3, 240, 320) uint8 with different values in each channel and corner."""
     x_W, y_H1 = torch.arange(320) / 40, torch.arange(240)[:, None] / 40
     waves_3HW = torch.stack([(x_W * (1 + channel) + y_H1).sin() for channel in range(3)])
     return ((waves_3HW + 1) * 127).byte()
@@ -202,7 +210,7 @@ def _example_image() -> Tensor:
 def _is_prepared_differently(
     config: Mapping[str, Any], image_3HW: Tensor, expected_13hw: Tensor
 ) -> bool:
-    """True if timm's configuration cannot express the image processor, for example BGR channels."""
+    """True if our pipeline gives other pixels than the image processor, for example not BGR."""
     preprocessing = resolve_preprocessing(config, config["input_size"][1:])
     actual_13hw = build_pipeline(preprocessing)([image_3HW])
     if actual_13hw.shape != expected_13hw.shape:
@@ -233,6 +241,11 @@ def _parse_config(
         )
     config = validate_config(ClassifierConfig, content, f"{source}: config.json")
     processor_config = validate_config(ProcessorConfig, processor, f"{source}: {PROCESSOR_FILE}")
+    if config.problem_type == "regression":
+        warn_once(
+            f"{source}: predicts numbers, not classes (problem_type: regression); train a new "
+            "classifier"
+        )
     known = classifier_types()
     if config.model_type not in known:
         close = did_you_mean(config.model_type, known) or "; choose another network"
@@ -256,11 +269,17 @@ def _parse_config(
             "fixed_input_size": True,
         },
         class_names=None if has_default_names else names,
-        # transformers' pipeline computes a sigmoid in these two cases
-        multilabel=config.problem_type == MULTILABEL_PROBLEM_TYPE or num_classes == 1,
+        multilabel=_has_sigmoid(config.problem_type, num_classes),
         provenance=provenance,
         from_config=True,
     )
+
+
+def _has_sigmoid(problem_type: str | None, num_classes: int) -> bool:
+    """Return whether transformers' pipeline computes a sigmoid instead of a softmax."""
+    if problem_type == "regression":
+        return False
+    return problem_type == MULTILABEL_PROBLEM_TYPE or num_classes == 1
 
 
 def _convert_preprocessing(

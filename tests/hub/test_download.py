@@ -117,7 +117,7 @@ class TestRevisions:
         config = json.loads((folder / "config.json").read_text())
         checked = json.dumps(add_checksums(config, folder)).encode()
         hub.commit(REPO, {"config.json": checked})  # of the removed model.safetensors
-        assert "expected model.safetensors" in weights_error_message(f"hf-hub:{REPO}")
+        assert "none of pytorch_model.bin" in weights_error_message(f"hf-hub:{REPO}")
 
     def test_timm_names_use_the_same_download(self, hub: HubServer, monkeypatch: Patch) -> None:
         entry = timm.get_pretrained_cfg("vit_tiny_patch16_224")

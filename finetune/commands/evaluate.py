@@ -215,12 +215,13 @@ def evaluate_model(
             "and calibration error with this temperature are too low"
         )
     validation_scores = result.pop("validation_scores", None)
-    if split == "train":  # on these images, the model makes fewer errors than on others
+    # on training images, and their copies in other data, the model makes fewer errors
+    if split == "train" or (leakage and data is not None):
         validation_scores = None
         if config is not None and accelerator.is_main_process:
             logger.warning(
-                f"{model}: a temperature fitted on training images makes the model too sure of "
-                "others; fit it on images that it was not trained on: --split val"
+                f"{model}: a temperature fitted on training images, or copies of them, makes the "
+                "model too sure of others; fit it on images that it was not trained on: --split val"
             )
     if config is not None and accelerator.is_main_process:
         images = source.splits[split].fingerprint

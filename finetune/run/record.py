@@ -298,13 +298,16 @@ def have_other_test_images(results: Iterable[Mapping[str, Any] | None]) -> bool:
 def have_other_shards(records: Iterable[Mapping[str, Any]]) -> bool:
     """Return True if local shards that runs streamed were written or copied between these runs.
 
-    Their images may differ, although the fingerprints of streamed splits are equal.
+    Also if that was during one of several runs, which then read two versions. Their images may
+    differ, although the fingerprints of streamed splits are equal.
 
     Args:
         records: the content of run.json of each run.
     """
-    times = [each for record in records if (each := record.get("shard_times"))]
-    return any(each != times[0] for each in times)
+    streamed = [record for record in records if record.get("shard_times")]
+    if len(streamed) > 1 and any(record.get("copied_shards") for record in streamed):
+        return True
+    return any(record["shard_times"] != streamed[0]["shard_times"] for record in streamed)
 
 
 def read_finished_results(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

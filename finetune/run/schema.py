@@ -102,6 +102,7 @@ class RunRecord(TypedDict, total=False):
     metrics_sha256: str  # sha256 of metrics.jsonl when the run ended
     metrics_changed: bool  # True if metrics.jsonl was changed before the run continued
     shard_times: dict[str, Any]  # hash of the mtimes and ctimes of the shards of each split
+    copied_shards: list[str]  # splits whose shards were written or copied before it continued
     numerics: dict[str, Any]  # what changes the last bits of the weights, such as run.threads
     # what of `numerics` changed when the run continued, and whether its best checkpoint was lost
     numerics_changed: list[str]

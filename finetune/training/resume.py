@@ -189,14 +189,21 @@ def start_or_resume(
         **cast(RunRecord, _config_entries(setup)),
         "metrics_changed": metrics_changed,
     }
+    copied_shards = []
+    times, recorded_times = shard_times(setup.source), record.get("shard_times", {})
     if start_step:
         warn_of_copied_shards(record, setup.source)
-    record["shard_times"] = shard_times(setup.source)
+        copied_shards = [
+            name for name, time in times.items() if recorded_times.get(name, time) != time
+        ]
+        record["copied_shards"] = sorted({*record.get("copied_shards", []), *copied_shards})
+    record["shard_times"] = times
     numerics = _numerics(setup, record)
     if start_step:
         record["numerics_changed"] = [
             *record.get("numerics_changed", []),
             *_warn_of_changed_numerics(setup, record.get("numerics", {}), numerics),
+            *(f"shards of '{name}' were written or copied" for name in copied_shards),
         ]
         if note := _describe_extra_evaluation(setup, start_step, recorded_num_steps):
             logger.warning(f"{source.path}: {note}")

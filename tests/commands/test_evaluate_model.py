@@ -270,7 +270,7 @@ def test_recorded_temperature_is_used_and_can_be_refitted(finished_run, tmp_path
     assert "temperature was fitted on a split 'test'" in output
     assert "too sure" not in output
     evaluate_model(str(copy), data="embedded:digits", split="train", fit_temperature=True)
-    assert "temperature fitted on training images makes the model too sure" in (
+    assert "temperature fitted on training images, or copies of them, makes the model too sure" in (
         capsys.readouterr().err
     )
     for folder in (out, out / "model"):
@@ -324,6 +324,16 @@ def test_training_images_of_a_changed_folder_are_found(tmp_path, capsys) -> None
     next((folder / "a").iterdir()).unlink()
     evaluate_model(str(tmp_path / "a"), data=f"folder:{folder}/../photos")
     assert "its training images have changed since the run" in capsys.readouterr().err
+
+
+def test_copies_of_training_images_promise_no_error_rate(finished_run, tmp_path) -> None:
+    run = shutil.copytree(finished_run[0], tmp_path / "run")
+    write_digit_folders(tmp_path / "copies", list(range(10)), name=str)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "warn_of_training_images", lambda *_: ["copies"])
+        evaluate_model(str(run), data=f"folder:{tmp_path / 'copies'}", fit_temperature=True)
+    config = json.loads((run / "model" / "config.json").read_text())
+    assert config["validation_scores"] is None
 
 
 def test_training_images_promise_no_error_rate(finished_run, tmp_path) -> None:

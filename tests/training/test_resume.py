@@ -25,6 +25,7 @@ from finetune.recipe.load import parse_recipe
 from finetune.run.directory import RunDir
 from finetune.run.record import (
     describe_changed_metrics,
+    have_other_shards,
     load_run_recipe,
     read_record,
     write_record,
@@ -352,6 +353,13 @@ def test_resume_warns_about_local_shards_that_were_written_since(
         with logged(lines):
             assert start(run, make_setup(*overrides), resume=True) == 2
         assert any("images were not compared" in line for line in lines) == is_said
+    record = read_record(run)
+    assert record["copied_shards"] == ["train"]
+    assert record["numerics_changed"] == ["shards of 'train' were written or copied"]
+    new = {key: value for key, value in record.items() if key != "copied_shards"}
+    assert not have_other_shards([record])
+    assert not have_other_shards([new, new])
+    assert have_other_shards([record, new])
     source = make_setup(*overrides).source
     os.utime(tmp_path / "set-train-0000.tar", (2, 2))
     with logged() as lines:  # also in eval

@@ -124,7 +124,8 @@ def export_model(
     )
     target = resolve_output_path(model, format, out, preprocessing=preprocessing)
     record_path = target.with_name(CERTIFICATE if preprocessing else f"{target.name}.json")
-    _check_not_foreign(target, record_path, None if out else _source_name(model))
+    required_source = None if out else _source_name(model)
+    _check_not_foreign(target, record_path, required_source)
     require_packages(format)
     versions = check_runtimes(
         certify_in, ort_web, format=format, preprocessing=preprocessing, precision=precision
@@ -183,7 +184,7 @@ def export_model(
         (folder / record_path.name).write_text(text, encoding="utf-8")
         with lock_run_of_model(target.parent):  # a push would replace the folder by its copy
             # another export may have written its certificate meanwhile
-            _check_not_foreign(target, record_path, None if out else _source_name(model))
+            _check_not_foreign(target, record_path, required_source)
             _move_into_place(folder, target, record_path)
     record_key = "certificate" if preprocessing else "preprocessing"
     return {"file": str(target), record_key: str(record_path), **result}

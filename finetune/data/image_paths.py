@@ -60,10 +60,11 @@ def find_images(
         its earlier frame or pixels would be lost.
     """
     files: list[ImageInput] = []
-    image_ids: set[int] = set()  # unique, because `files` keeps the images alive
+    counts: Counter[int] = Counter()  # of images by their id; `files` keeps the images alive
     for given in paths:
         if isinstance(given, Image.Image):
-            if id(given) in image_ids:
+            counts[id(given)] += 1
+            if counts[id(given)] == 2:
                 if isinstance(paths, Iterator):
                     raise DataError(
                         "the iterator returns the same PIL image twice, perhaps with other pixels; "
@@ -73,7 +74,6 @@ def find_images(
                 # PIL loads a file when its pixels are first needed, which is not thread-safe
                 with contextlib.suppress(DataError):
                     decode_image(given)
-            image_ids.add(id(given))
             files.append((given, None))
             continue
         path = os.fspath(given)

@@ -33,6 +33,7 @@ __all__ = [
     "local_model_folder",
     "model_title",
     "pin_hub_commit",
+    "split_hub_name",
     "summarize_model",
 ]
 
@@ -47,12 +48,18 @@ def is_hub_name(model: str) -> bool:
     return model.startswith(("hf-hub:", "hf_hub:"))
 
 
+def split_hub_name(model: str) -> tuple[str, str | None]:
+    """Split `hf-hub:owner/name@revision` into owner/name and the revision or None."""
+    repository, _, revision = model.split(":", 1)[1].partition("@")
+    return repository, revision or None
+
+
 def pin_hub_commit(model: str) -> str:
     """Add its commit to the name of a Hub model, so that all files are read from one commit."""
     if not is_hub_name(model):
         return model
-    repository, _, revision = model.split(":", 1)[1].partition("@")
-    commit = download_hub_file(repository, "config.json", revision or None).commit
+    repository, revision = split_hub_name(model)
+    commit = download_hub_file(repository, "config.json", revision).commit
     return f"hf-hub:{repository}@{commit}" if commit else model
 
 
@@ -67,7 +74,7 @@ def local_model_folder(model: str) -> Path | None:
 def model_title(model: str) -> str:
     """Return a short name: that of the Hub repository, the run folder, or the model."""
     if is_hub_name(model):
-        return model.split(":", 1)[1].partition("@")[0]
+        return split_hub_name(model)[0]
     folder = local_model_folder(model)
     if folder is None or model.startswith("embedded:"):
         return model.rsplit(":", 1)[-1]
@@ -149,9 +156,9 @@ def _result_files(model: str) -> list[Path]:
         return candidates + [folder.parent / "results.json"] * is_run
     if not is_hub_name(model):
         return []
-    repository, _, revision = model.split(":", 1)[1].partition("@")
+    repository, revision = split_hub_name(model)
     try:
-        return [download_hub_file(repository, "results.json", revision or None).path]
+        return [download_hub_file(repository, "results.json", revision).path]
     except WeightsError:
         return []  # most Hub repositories have no results.json
 

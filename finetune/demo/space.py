@@ -30,6 +30,7 @@ from finetune.demo.model_summary import (
     local_model_folder,
     model_title,
     pin_hub_commit,
+    split_hub_name,
     summarize_model,
 )
 from finetune.demo.server import run_server
@@ -227,8 +228,8 @@ def _remove_earlier_export(target: Path) -> None:
 def _reference_and_license(model: str) -> tuple[str | None, str | None]:
     """Return the reference for the Space (None for a local model), and the license or None."""
     if is_hub_name(model):
-        repository, _, revision = model.split(":", 1)[1].partition("@")
-        config = download_hub_file(repository, "config.json", revision or None)
+        repository, revision = split_hub_name(model)
+        config = download_hub_file(repository, "config.json", revision)
         return model, _read_license(config.path.parent)
     folder = local_model_folder(model)
     if folder is not None:
@@ -331,7 +332,7 @@ def space_card(
         **license_metadata(license_name),
     }
     if reference is not None and is_hub_name(reference):
-        front_matter["models"] = [reference.split(":", 1)[1].partition("@")[0]]
+        front_matter["models"] = [split_hub_name(reference)[0]]
     header = yaml.safe_dump(front_matter, sort_keys=False, allow_unicode=True).strip()
     heading = html.escape(" ".join(title.split()))
     return f"---\n{header}\n---\n\n# {heading}\n\n{description}\n"

@@ -250,7 +250,7 @@ def keep_other_files(run: RunDir, folder: Path) -> None:
     """
     exported = run.model_folder / EXPORT_FILES[0]
     if exported.exists():
-        logger.info(f"{exported}: removed, because model/ is written anew; export again")
+        logger.info(f"{exported}: removed, because model/ is rewritten; export again")
     own_names = {*PUBLISHED_FILES, *EXPORT_FILES, "adapter"}
 
     def find_own(parent: str, names: list[str]) -> set[str]:

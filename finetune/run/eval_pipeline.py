@@ -18,7 +18,7 @@ __all__ = ["load_eval_pipeline", "load_run_model"]
 
 
 def load_eval_pipeline(model: str | Path, built: BuiltModel) -> Pipeline:
-    """Build the evaluation transforms from a run's recipe, or else from those of its weights.
+    """Build the evaluation transforms from a run's recipe, or else from the weights' configuration.
 
     Raises: WeightsError if the run has other weights by now.
     """

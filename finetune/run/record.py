@@ -31,6 +31,7 @@ __all__ = [
     "describe_split_decisions",
     "describe_teacher",
     "differing_inputs",
+    "find_copied_shards",
     "has_changed",
     "have_other_shards",
     "have_other_test_images",
@@ -116,6 +117,12 @@ def has_changed(record: Mapping[str, Any], split: Split) -> bool:
     return fingerprint not in (None, split.fingerprint) or times not in (None, split.shard_times())
 
 
+def find_copied_shards(record: Mapping[str, Any], source: Source) -> list[str]:
+    """Return the splits whose local shards were written or copied since run.json was written."""
+    recorded = record.get("shard_times", {})
+    return [name for name, time in shard_times(source).items() if recorded.get(name, time) != time]
+
+
 def warn_of_copied_shards(
     record: Mapping[str, Any], source: Source, *, names: Collection[str] | None = None
 ) -> None:
@@ -126,11 +133,7 @@ def warn_of_copied_shards(
         source: the run's own data.
         names: splits to check; None for all.
     """
-    recorded = record.get("shard_times", {})
-    changed = [
-        name for name, time in shard_times(source).items() if recorded.get(name, time) != time
-    ]
-    if any(names is None or name in names for name in changed):
+    if any(names is None or name in names for name in find_copied_shards(record, source)):
         logger.warning(
             f"{source.name}: shards were written or copied after the run started; their names, "
             "sizes and labels are the same, but their images were not compared"
@@ -298,8 +301,8 @@ def have_other_test_images(results: Iterable[Mapping[str, Any] | None]) -> bool:
 def have_other_shards(records: Iterable[Mapping[str, Any]]) -> bool:
     """Return True if local shards that runs streamed were written or copied between these runs.
 
-    Also if that was during one of several runs, which then read two versions. Their images may
-    differ, although the fingerprints of streamed splits are equal.
+    Also True if one of several runs read two versions of its shards. The images may differ,
+    although the fingerprints of streamed splits are equal.
 
     Args:
         records: the content of run.json of each run.

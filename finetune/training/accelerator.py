@@ -91,7 +91,7 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     if processes.device.type == "cpu":
         disable_malloc_trim()
     precision = resolve_precision(section.precision, processes.device)
-    _check_torch_state(processes.device.type)
+    _check_autocast_and_dtype(processes.device.type)
     # Accelerate keeps the precision of the first run in a process; a second run may differ.
     AcceleratorState._reset_state()
     try:
@@ -124,7 +124,7 @@ def create_accelerator(section: RunSection, *, out: Path | None = None) -> Accel
     return accelerator
 
 
-def _check_torch_state(device_type: str) -> None:
+def _check_autocast_and_dtype(device_type: str) -> None:
     """Raise SetupError if the calling program has changed how torch computes.
 
     An outer autocast keeps converted weights until it ends, so training would use old weights.

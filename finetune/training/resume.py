@@ -32,6 +32,7 @@ from finetune.recipe.training_keys import LOCATION_KEYS, changed_training_keys, 
 from finetune.run.directory import SEARCH_FILE, RunDir, resume_command, whole_run
 from finetune.run.environment import collect_environment
 from finetune.run.record import (
+    find_copied_shards,
     read_recipe,
     read_record,
     shard_times,
@@ -189,15 +190,11 @@ def start_or_resume(
         **cast(RunRecord, _config_entries(setup)),
         "metrics_changed": metrics_changed,
     }
-    copied_shards = []
-    times, recorded_times = shard_times(setup.source), record.get("shard_times", {})
-    if start_step:
+    copied_shards = find_copied_shards(record, setup.source) if start_step else []
+    if copied_shards:
         warn_of_copied_shards(record, setup.source)
-        copied_shards = [
-            name for name, time in times.items() if recorded_times.get(name, time) != time
-        ]
         record["copied_shards"] = sorted({*record.get("copied_shards", []), *copied_shards})
-    record["shard_times"] = times
+    record["shard_times"] = shard_times(setup.source)
     numerics = _numerics(setup, record)
     if start_step:
         record["numerics_changed"] = [

@@ -33,6 +33,7 @@ __all__ = [
     "redact_secrets",
     "redact_urls",
     "root_cause_message",
+    "weights_changed_error",
 ]
 
 _SECRET_VARIABLE = re.compile(
@@ -221,6 +222,19 @@ def install_hint(extra: str) -> str:
         extra: name of the pip extra, for example "export".
     """
     return f'run: pip install "finetune-vision[{extra}]" (in a checkout: pip install ".[{extra}]")'
+
+
+def weights_changed_error(source: object) -> WeightsError:
+    """Return the error for a model that was replaced or trained between two reads of its files.
+
+    Args:
+        source: name of the model as the user gave it, or a path.
+    """
+    return WeightsError(
+        f"{source}: was changed while it was read; wait until nothing writes it, then run the "
+        "command again",
+        code="weights.changed",
+    )
 
 
 def root_cause_message(error: BaseException) -> str:

@@ -44,7 +44,7 @@ from finetune.models.save import BuiltModel
 from finetune.models.tta import FlipTTA
 from finetune.precision import resolve_precision
 from finetune.progress import item_bar
-from finetune.run.eval_pipeline import load_eval_pipeline
+from finetune.run.model import load_eval_pipeline
 from finetune.transforms.eval_transforms import build_pipeline
 from finetune.transforms.pipeline import Pipeline
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from finetune.commands.evaluate import warn_of_training_images
 from finetune.data.decisions import split_decisions
 from finetune.data.source import Source
-from finetune.errors import DataError, RecipeError, SetupError, WeightsError
+from finetune.errors import DataError, RecipeError, SetupError, WeightsError, weights_changed_error
 from finetune.evaluation.claims import primary_metric
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator, evaluate
 from finetune.files import (
@@ -370,10 +370,7 @@ def _check_unchanged(member: _LoadedRun) -> None:
     records = [member.record, read_record(member.run)]
     of_run = [(each.get("model_sha256"), each.get("training_keys")) for each in records]
     if file_sha256(path) != member.weights_sha256 or of_run[0] != of_run[1]:
-        raise WeightsError(
-            f"{path}: the run has changed while it was averaged; average again when it has ended",
-            code="weights.damaged",
-        )
+        raise weights_changed_error(path)
 
 
 def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:

@@ -64,7 +64,7 @@ from finetune.recipe.load import DataSection
 from finetune.recipe.schema import Recipe
 from finetune.report.model_comparison import render_model_comparison
 from finetune.run.directory import format_json
-from finetune.run.eval_pipeline import load_run_model
+from finetune.run.model import load_run_model
 from finetune.run.record import describe_split_decisions
 from finetune.training.accelerator import create_run_accelerator
 

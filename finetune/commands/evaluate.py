@@ -29,9 +29,9 @@ from finetune.errors import (
     FinetuneError,
     RecipeError,
     SetupError,
-    WeightsError,
     did_you_mean,
     redact_urls,
+    weights_changed_error,
 )
 from finetune.evaluation.confidence_intervals import TOO_FEW_IMAGES, accuracy_interval
 from finetune.evaluation.confusion import MAX_DENSE_CLASSES, ConfusionMatrix, parse_confusion_matrix
@@ -64,7 +64,7 @@ from finetune.progress import step_bar
 from finetune.ranks import local_world_size
 from finetune.recipe.load import DataSection
 from finetune.run.directory import RunDir, format_json, lock_run_of_model
-from finetune.run.eval_pipeline import load_run_model
+from finetune.run.model import load_run_model
 from finetune.run.record import (
     describe_split_decisions,
     read_record,
@@ -232,10 +232,7 @@ def evaluate_model(
         }
         with lock_run_of_model(config.parent):  # a push would replace config.json by its copy
             if read_checksums(config.parent, source=model) != checksums:
-                raise WeightsError(
-                    f"{model}: has changed while it was evaluated; fit the temperature again",
-                    code="weights.damaged",
-                )
+                raise weights_changed_error(model)
             _write_calibration(config, checksums, calibration, validation_scores)
     if corruptions:
         store = (

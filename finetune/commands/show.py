@@ -36,7 +36,7 @@ from finetune.report.figure_style import (
     shorten_label,
 )
 from finetune.report.thumbnails import denormalize
-from finetune.run.eval_pipeline import load_eval_pipeline
+from finetune.run.model import load_eval_pipeline
 from finetune.transforms.pipeline import Pipeline
 
 __all__ = [

@@ -35,7 +35,7 @@ from finetune.demo.model_summary import (
 )
 from finetune.demo.server import run_server
 from finetune.demo.uploads import temporary_workspace
-from finetune.errors import Interrupted, RecipeError, SetupError, WeightsError
+from finetune.errors import Interrupted, RecipeError, SetupError, weights_changed_error
 from finetune.files import file_sha256
 from finetune.formatting import pluralize
 from finetune.hub.download import download_hub_file
@@ -109,10 +109,7 @@ def export_space(model: str, folder: str | Path) -> dict[str, Any]:
             export_info["model_sha256"] = _hash_model(target / "model")
             if export_info["model_sha256"] != sha256_before:
                 _remove_earlier_export(target)
-                raise WeightsError(
-                    f"{model}: has changed during the export; export it again",
-                    code="weights.damaged",
-                )
+                raise weights_changed_error(model)
         _copy_package(target / "finetune")
         (target / "app.py").write_text(_APP_SOURCE, encoding="utf-8")
         (target / "requirements.txt").write_text(_requirements_text(), encoding="utf-8")

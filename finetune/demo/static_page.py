@@ -26,7 +26,7 @@ from finetune.demo.markup import (
 from finetune.demo.model_summary import model_title, pin_hub_commit, summarize_model
 from finetune.demo.predictor import TOP_K
 from finetune.demo.space import space_card
-from finetune.errors import RecipeError, WeightsError
+from finetune.errors import RecipeError, WeightsError, weights_changed_error
 from finetune.files import explain_disk_errors, staging_folder
 from finetune.inference import Classifier
 from finetune.publish.permissions import check_rights
@@ -83,10 +83,7 @@ def write_static_page(
             classifier = Classifier.load(pinned, device="cpu")
             certificate = json.loads((page / "certificate.json").read_bytes())
             if certificate["source"]["sha256"] != classifier.weights_sha256:
-                raise WeightsError(
-                    f"{model}: has changed during the export; export it again",
-                    code="weights.changed",
-                )
+                raise weights_changed_error(model)
             text = _render_page(pinned, classifier, certificate["export"]["sha256"]["model.onnx"])
             (page / "index.html").write_text(text, encoding="utf-8")
             card = space_card(

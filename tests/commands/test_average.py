@@ -151,7 +151,7 @@ def test_a_run_that_changes_meanwhile_is_refused(
         return call(*args, **kwargs)
 
     monkeypatch.setattr(average, during, replace_and_call)
-    with refused("weights.damaged", "average again"):
+    with refused("weights.changed", "while it was read"):
         average_runs([str(tmp_path / name) for name in ("a", "b")], out=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

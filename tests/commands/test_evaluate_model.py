@@ -214,9 +214,12 @@ def test_without_class_names_the_number_of_classes_must_match(finished_run, tmp_
         evaluate_model(str(nameless), data=f"folder:{three}")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "name, code",
+    [("model.safetensors", "weights.damaged"), ("config.json", "weights.changed")],
+)
 def test_a_model_that_changes_while_a_temperature_is_fitted_is_refused(
-    finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str
 ) -> None:
     folder = shutil.copytree(finished_run[0] / "model", tmp_path / "model")
     measure = evaluate.Evaluator.evaluate
@@ -232,7 +235,7 @@ def test_a_model_that_changes_while_a_temperature_is_fitted_is_refused(
         return measure(*arguments, **options)
 
     monkeypatch.setattr(evaluate.Evaluator, "evaluate", change_file)
-    with refused("weights.damaged", folder):
+    with refused(code, folder):
         evaluate_model(str(folder), data="embedded:digits", split="test", fit_temperature=True)
         evaluate_model(str(folder), data="embedded:digits")  # the old checksum of the weights
 

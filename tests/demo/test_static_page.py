@@ -331,7 +331,7 @@ def test_refusals_and_failures_leave_nothing(
         record = {"source": {"sha256": "0" * 64}, "export": {}}
         (Path(out) / "certificate.json").write_text(json.dumps(record))
 
-    with monkeypatch.context() as patch, refused("weights.changed", "during the export"):
+    with monkeypatch.context() as patch, refused("weights.changed", "while it was read"):
         patch.setattr(static_page, "export_model", export_other_weights)
         write_static_page(NANO, tmp_path / "new", ort_web=ort_web)
 

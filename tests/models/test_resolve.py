@@ -63,7 +63,7 @@ class TestFolder:
 
         assert build_model(str(folder)).class_names == ["ant", "bee", "cat"]
         monkeypatch.setattr(build_module, "load_weights", overwrite_and_load)
-        with refused("weights.changed", folder, "while it was loaded"):
+        with refused("weights.changed", folder, "while it was read"):
             build_model(str(folder))
 
     def test_the_image_size_is_that_of_timm(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from timm.models import load_state_dict
 from torch import Tensor
 
-from finetune.errors import WeightsError
+from finetune.errors import WeightsError, weights_changed_error
 
 __all__ = ["WeightsFile", "read_tensors"]
 
@@ -45,11 +45,7 @@ class WeightsFile:
     def check_unchanged(self, source: object) -> None:
         """Raise WeightsError if the file has been replaced or written since."""
         if _signature(self.path) != self.signature:
-            raise WeightsError(
-                f"{source}: {self.path.name} was changed while it was loaded; run the command "
-                "again",
-                code="weights.changed",
-            )
+            raise weights_changed_error(f"{source}: {self.path.name}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

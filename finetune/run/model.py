@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
-from finetune.errors import WeightsError
+from finetune.errors import weights_changed_error
 from finetune.models.exported import load_model
 from finetune.models.save import BuiltModel
 from finetune.recipe.schema import Recipe
@@ -27,7 +26,7 @@ def load_eval_pipeline(model: str | Path, built: BuiltModel) -> Pipeline:
         return build_pipeline(built.preprocessing)
     recorded = read_record(RunDir(model)).get("model_sha256")
     if recorded not in (None, built.provenance.get("sha256")):
-        _raise_replaced(model)
+        raise weights_changed_error(model)
     return build_pipeline(
         built.preprocessing, recipe.data.eval, decode_size=recipe.data.decode_size
     )
@@ -41,13 +40,5 @@ def load_run_model(model: str) -> tuple[Recipe | None, BuiltModel]:
     """
     recipe, built = load_run_recipe(model), load_model(model)
     if load_run_recipe(model) != recipe:
-        _raise_replaced(model)
+        raise weights_changed_error(model)
     return recipe, built
-
-
-def _raise_replaced(model: str | Path) -> NoReturn:
-    """Raise WeightsError for a run that was replaced."""
-    raise WeightsError(
-        f"{model}: was replaced or trained while it was loaded; run the command again",
-        code="weights.changed",
-    )

@@ -12,8 +12,8 @@ from refusals import refused
 
 from finetune.inference import Classifier
 from finetune.models.build import build_model
-from finetune.run import eval_pipeline
-from finetune.run.eval_pipeline import load_run_model
+from finetune.run import model as run_model
+from finetune.run.model import load_run_model
 
 RECIPE = "model: {{name: x}}\ndata: {{source: x, eval: {eval}}}\noptim: {{lr: 0.1, steps: 1}}\n"
 
@@ -39,7 +39,7 @@ def test_transforms_are_of_the_run_whose_weights_are_loaded(run: Path) -> None:
     built = build_model(str(run))
     replace(run)
     with refused("weights.changed", run, "again"):
-        eval_pipeline.load_eval_pipeline(run, built)
+        run_model.load_eval_pipeline(run, built)
 
 
 def test_recipe_is_of_the_run_whose_weights_are_loaded(
@@ -50,6 +50,6 @@ def test_recipe_is_of_the_run_whose_weights_are_loaded(
         return build_model(name)
 
     assert load_run_model(str(run))[0] is not None
-    monkeypatch.setattr(eval_pipeline, "load_model", replace_and_load)
+    monkeypatch.setattr(run_model, "load_model", replace_and_load)
     with refused("weights.changed", run, "again"):
         load_run_model(str(run))

@@ -244,6 +244,11 @@ class RunDir:
 
     # Files of the run -----------------------------------------------------------------------
 
+    def write_recipe(self, text: str) -> None:
+        """Write recipe.yaml atomically."""
+        self._check_not_replaced()
+        write_atomically(self.path / "recipe.yaml", text)
+
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file of the run atomically, formatted by `format_json`."""
         self._check_not_replaced()

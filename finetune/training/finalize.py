@@ -19,7 +19,6 @@ from finetune.evaluation.claims import check_claims
 from finetune.evaluation.evaluator import NUM_MISTAKES, Evaluator
 from finetune.evaluation.learning_curve import measure_learning_curve
 from finetune.evaluation.multilabel import DEFAULT_THRESHOLD
-from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.model_checksums import read_checksums
 from finetune.models.lora import save_adapter
@@ -240,7 +239,7 @@ def recheck_claims(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     record = read_record(run)
     steps_per_epoch = record.get("plan", {}).get("steps_per_epoch", 1.0)
     results["claims"] = check_claims(claims, run.read_metrics(), results, steps_per_epoch)
-    write_atomically(run.path / "recipe.yaml", recipe.to_yaml())
+    run.write_recipe(recipe.to_yaml())
     record["training_keys"] = training_keys(recipe)
     record["metrics_changed"] = run.has_changed_metrics()
     record.pop("results_sha256", None)

@@ -24,7 +24,6 @@ from finetune.errors import (
     WeightsError,
     redact_secrets,
 )
-from finetune.files import write_atomically
 from finetune.log import logger
 from finetune.models.batch_norm import unfrozen_batch_norm_layers
 from finetune.precision import float32_settings
@@ -161,7 +160,7 @@ def start_or_resume(
     if is_branch or not start_step:
         run.drop_metrics_after(0)
     metrics_changed = bool(start_step) and source.has_changed_metrics()
-    write_atomically(run.path / "recipe.yaml", setup.recipe.to_yaml())
+    run.write_recipe(setup.recipe.to_yaml())
     whole_fingerprints = setup.source.whole_fingerprints()
     recorded_whole = record.get("whole_fingerprints", whole_fingerprints)
     is_same_data = bool(start_step) and record.get("split_fingerprints") == fingerprints

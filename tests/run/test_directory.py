@@ -384,6 +384,7 @@ def test_nothing_is_written_into_a_run_that_takes_the_place_of_another(
             new.write_json("run.json", {"id": "new"})
     for write in (
         lambda: run.write_json("run.json", {"id": "first"}),
+        lambda: run.write_recipe("seed: 1\n"),
         lambda: run.append_metrics(metrics_line(1, 0.5)),
         lambda: run.save_checkpoint(1, file_writer("a"), num_bytes=0),
         lambda: run.publish_model(file_writer("a"), num_bytes=0),

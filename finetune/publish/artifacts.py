@@ -338,9 +338,13 @@ def _results_by_seed(
                 or record.get("status") != "done"
             ):
                 continue
-            sibling_results = sibling.read_json("results.json")
         except (FinetuneError, OSError):
             continue  # skip runs that cannot be read
+        try:
+            sibling_results = sibling.read_json("results.json")
+        except (FinetuneError, OSError) as error:
+            logger.warning(f"{folder}: left out of the mean over seeds ({error})")
+            continue
         if have_other_test_images([results, sibling_results]):
             continue
         if sibling_results and sibling_results.get("model_sha256") != record.get("model_sha256"):

@@ -57,6 +57,13 @@ def test_a_signed_url_in_a_row_is_masked(tmp_path: Path) -> None:
     assert images.name_of(0) == "a.parquet row 0 (https://***@bucket/x.png?***)"
 
 
+def test_all_rows_of_a_table_may_name_files(tmp_path: Path) -> None:
+    write_file(tmp_path / "x.png", random_png(5))
+    write_parquet(tmp_path / "a.parquet", [0, 1], images=[{"bytes": None, "path": "x.png"}] * 2)
+    images = open_source(f"parquet:{tmp_path}").splits["train"].images
+    assert images.read_bytes(0) == random_png(5)
+
+
 def test_table_rows_may_name_files_or_lack_images(tmp_path: Path) -> None:
     write_file(tmp_path / "pictures/x.png", random_png(5))
     rows = [

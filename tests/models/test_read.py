@@ -138,6 +138,15 @@ class TestDamage:
         with refused("weights.not_finite", "'blocks.0.attn.qkv.bias'", " 2 "):
             resolve_weights(str(folder))
 
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+    def test_rejects_quantized_weights(self, folder: Path, dtype: torch.dtype) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors["head.weight"] = tensors["head.weight"].to(dtype)
+        save_file(tensors, path)
+        with refused("weights.unsupported", path.name, "head.weight", dtype):
+            read_tensors(path)
+
     def test_reads_pickled_weights(self, folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from forked_runs import disable_plots, disable_report_and_plots
+from logs import logged
 from networks import forget_checksums
 from PIL import Image
 from recipe_texts import tiny_recipe_text
@@ -130,6 +131,14 @@ def test_rewrite_adds_other_seeds_and_the_repository_name(undrawn: None, runs: P
     rewrite_artifacts(RunDir(runs / "a"))
     assert "seeds (0, 1)" not in (model / "README.md").read_text()
     (runs / "b" / "run.json").write_text(json.dumps(record))
+
+    results = (runs / "b" / "results.json").read_bytes()
+    (runs / "b" / "results.json").write_bytes(results[:-20])
+    with logged() as messages:
+        rewrite_artifacts(RunDir(runs / "a"))
+    assert "left out of the mean over seeds" in "".join(messages)
+    assert "seeds (0, 1)" not in (model / "README.md").read_text()
+    (runs / "b" / "results.json").write_bytes(results)
 
     for run in "ab":  # streamed shards were replaced between the runs
         record = json.loads((runs / run / "run.json").read_text())

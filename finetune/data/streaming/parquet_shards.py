@@ -30,14 +30,16 @@ def make_chunk(
 
     Raises: DataError for any other column type.
     """
-    column_type = array.type
-    if pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0:
-        paths = array.field("path") if column_type.get_field_index("path") >= 0 else None
-        return TableChunk(title, first_row, array.field("bytes"), paths, folders)
-    if pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type):
-        return TableChunk(title, first_row, array, None, folders)
+    encoded, paths = array, None
+    if pa.types.is_struct(array.type) and array.type.get_field_index("bytes") >= 0:
+        encoded = array.field("bytes")
+        if pa.types.is_null(encoded.type):  # all images are files
+            encoded = encoded.cast(pa.binary())
+        paths = array.field("path") if array.type.get_field_index("path") >= 0 else None
+    if pa.types.is_binary(encoded.type) or pa.types.is_large_binary(encoded.type):
+        return TableChunk(title, first_row, encoded, paths, folders)
     raise DataError(
-        f"{title}: the image column holds {column_type}; expected encoded images as bytes; name "
+        f"{title}: the image column holds {array.type}; expected encoded images as bytes; name "
         "another column with data.image_column, or use a folder: source for image files",
         code="data.wrong_format",
     )

@@ -75,6 +75,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         )
     for name, tensor in tensors.items():
         _check_dense(path, name, tensor)
+        _check_not_quantized(path, name, tensor)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise WeightsError(
@@ -106,6 +107,17 @@ def _check_dense(path: Path, name: str, tensor: Tensor) -> None:
             f"{path.name}: tensor '{name}' is a view that expands fewer numbers to {num_bytes:,} "
             f"bytes; save a copy of it, made with clone()",
             code="weights.too_large",
+        )
+
+
+def _check_not_quantized(path: Path, name: str, tensor: Tensor) -> None:
+    """Raise WeightsError for 8-bit floats and integer weights: they need scales."""
+    is_8bit_float = tensor.is_floating_point() and tensor.element_size() == 1
+    if is_8bit_float or (name.endswith(("weight", "kernel")) and not tensor.is_floating_point()):
+        raise WeightsError(
+            f"{path.name}: tensor '{name}' has the type {tensor.dtype}, so the weights are "
+            "quantized; use weights in float32, float16 or bfloat16",
+            code="weights.unsupported",
         )
 
 

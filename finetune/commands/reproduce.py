@@ -219,6 +219,7 @@ def _run_entry(
         choices = [{**row, "chosen": row is best} for row in choices]
         chosen = best["overrides"]
     finished_runs: dict[Path, _Results] = {}
+    left_out: list[Path] = []
     for seed in entry.seeds:
         path = folder / f"{entry.name}-s{seed}"
         recipe = load_recipe_with([*chosen, *entry.final, f"run.seed={seed}"])
@@ -236,6 +237,10 @@ def _run_entry(
             finished_runs[path] = results
         elif not done:
             return None
+        else:
+            left_out.append(path)
+    for path in left_out if finished_runs else ():
+        logger.info(f"{path}: left out, because it is not a finished run of this recipe")
     _check_same_inputs(entry.name, list(finished_runs))
     return (
         EntryResult(entry, planned, list(finished_runs), list(finished_runs.values()), choices)

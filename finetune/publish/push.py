@@ -1,5 +1,6 @@
 """`finetune push`: check permissions, then send the files of model/ to the Hub in one commit.
 
+The files are copied first, and the copies are checked and sent: what is sent is what was checked.
 An interrupted push can be repeated: it compares the files with the Hub and sends the difference.
 The upload runs in a subprocess (`upload.py`), because only a process can be killed while native
 code (hf_xet) waits for the Hub's storage.
@@ -12,9 +13,11 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from huggingface_hub import constants
 
 from finetune import __version__
 from finetune.errors import HubError, Interrupted, redact_urls
+from finetune.files import explain_disk_errors
 from finetune.log import logger
 from finetune.model_checksums import verify_card_results, verify_model_folder
 from finetune.process_lifecycle import handle_interrupts
@@ -90,8 +94,12 @@ def push(
         str(run), repository, {"--private": private, "--adapter": adapter}, revision, message
     )
     is_run = is_run_dir(Path(run))
-    with lock_run(Path(run)) if is_run else contextlib.nullcontext():
-        folder, names = _select_files(Path(run), is_run=is_run, adapter=adapter)
+    with (
+        lock_run(Path(run)) if is_run else contextlib.nullcontext(),
+        tempfile.TemporaryDirectory(prefix="finetune-push-") as temporary,
+    ):
+        model_folder = Path(run, "model") if is_run else Path(run)
+        folder, names = _select_files(model_folder, run, is_run=is_run, adapter=adapter)
         text = (message or "").strip() or f"Push the model with finetune {__version__}"
         try:
             check_rights(repository, private=private, revision=revision)
@@ -99,7 +107,10 @@ def push(
                 rewrite_artifacts(
                     RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
                 )
-            files = files_to_push(folder, names)
+            selected = files_to_push(folder, names)
+            copy = _copy_model(model_folder, Path(temporary), is_run=is_run)
+            folder, names = _select_files(copy, run, is_run=is_run, adapter=adapter)
+            files = {name: folder / name for name in selected}
             check_weights(files)
             check_results(files)
             check_no_secrets(files, text, Path(run))
@@ -173,22 +184,46 @@ def _push_command(
     )
 
 
-def _select_files(run: Path, *, is_run: bool, adapter: bool) -> tuple[Path, tuple[str, ...]]:
+def _select_files(
+    folder: Path, run: str | Path, *, is_run: bool, adapter: bool
+) -> tuple[Path, tuple[str, ...]]:
     """Return the folder to push, and the allowed file names.
 
+    Args:
+        folder: the folder of the model, in a run next to its run.json.
+        run: the run or folder as the user gave it, for messages.
     Raises: CheckpointError or WeightsError if the model or the adapter is missing or damaged.
     """
-    folder = run / "model" if is_run else run
     verify_model_folder(folder, source=str(run))
     if not is_run:  # the cards of a run are written again
         verify_card_results(folder, source=str(run))
     # it is checked that an exported model belongs to the weights
-    plan = read_record(RunDir(run)).get("plan", {}) if is_run else {}
+    plan = read_record(RunDir(folder.parent)).get("plan", {}) if is_run else {}
     certificate = read_certificate(folder, eval_spec=plan.get("eval_pipeline"))
     export_files = EXPORT_FILES if certificate else ()
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES
     return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER)
+
+
+def _copy_model(folder: Path, target: Path, *, is_run: bool) -> Path:
+    """Copy the files of a model that a push may send, and the run.json of a run.
+
+    Returns: the folder of the copy.
+    Raises: SetupError if the disk is full.
+    """
+    copy = target / "model"
+    files = [folder / name for name in (*PUBLISHED_FILES, *EXPORT_FILES, *_FILES_OF_ADAPTER)]
+    files = [file for file in files if file.is_file()]
+    num_bytes = sum(file.stat().st_size for file in files)
+    with explain_disk_errors(target, needed_bytes=num_bytes, option="TMPDIR"):
+        for file in files:
+            path = copy / file.relative_to(folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, path)
+        if is_run:
+            shutil.copyfile(folder.parent / "run.json", target / "run.json")
+    return copy
 
 
 # --- upload --------------------------------------------------------------------------------------

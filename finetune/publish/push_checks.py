@@ -98,7 +98,7 @@ def adapter_folder(folder: Path) -> Path:
 
 def check_weights(files: Mapping[str, Path]) -> None:
     """Check that weights and adapter are valid safetensors files. Raises: WeightsError."""
-    for path in files.values():
+    for name, path in files.items():
         if path.suffix != ".safetensors":
             continue
         try:
@@ -106,7 +106,7 @@ def check_weights(files: Mapping[str, Path]) -> None:
                 weights.keys()
         except (SafetensorError, OSError) as error:
             raise WeightsError(
-                f"{path}: not a valid safetensors file ({error}); train or download the model "
+                f"{name}: not a valid safetensors file ({error}); train or download the model "
                 "again",
                 code="weights.damaged",
             ) from None
@@ -124,13 +124,13 @@ def check_results(files: Mapping[str, Path]) -> None:
         results = load_json(path, max_bytes=MAX_LARGE_BYTES)
     except (OSError, ValueError) as error:
         raise WeightsError(
-            f"{path}: cannot be read, or is not valid JSON ({error}); restore it from a copy, or "
-            "remove it",
+            f"results.json: cannot be read, or is not valid JSON ({error}); restore it from a "
+            "copy, or remove it",
             code="weights.damaged",
         ) from None
     recorded = results.get("model_sha256") if isinstance(results, dict) else None
     if recorded is not None:
-        _check_same_sha256(path, recorded, file_sha256(files["model.safetensors"]))
+        _check_same_sha256(path.name, recorded, file_sha256(files["model.safetensors"]))
 
 
 def check_no_secrets(files: Mapping[str, Path], commit_message: str, run_path: Path) -> None:
@@ -188,11 +188,11 @@ def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "
     try:
         text = path.read_text(encoding="utf-8")
         if (match := _SHA256_IN_CARD.search(text)) and "model.safetensors" in files:
-            _check_same_sha256(path, match[1], file_sha256(files["model.safetensors"]))
+            _check_same_sha256(path.name, match[1], file_sha256(files["model.safetensors"]))
         if other := set(_LOADED_IN_CARD.findall(text)) - {repository}:
             logger.warning(
-                f"{path}: its code loads {', '.join(sorted(other))}, not {repository}; correct it, "
-                "or push the run itself, which rewrites the card"
+                f"README.md: its code loads {', '.join(sorted(other))}, not {repository}; correct "
+                "it, or push the run itself, which rewrites the card"
             )
         RepoCard(text)
         errors, warnings = call_hub(repository, _validate_card_on_hub, text, repo_type)
@@ -200,17 +200,17 @@ def check_card(repository: str, files: Mapping[str, Path], *, repo_type: str = "
         errors, warnings = redact(str(error)), ""
     if errors:
         raise HubError(
-            f"{path}: the hub does not accept this card: {errors}; fix its YAML header",
+            f"README.md: the hub does not accept this card: {errors}; fix its YAML header",
             code="hub.refused_card",
         )
     if warnings:
         logger.info(f"README.md: the hub warns: {warnings}")
 
 
-def _check_same_sha256(path: Path, recorded: str, sha256: str) -> None:
+def _check_same_sha256(name: str, recorded: str, sha256: str) -> None:
     if sha256 != recorded:
         raise WeightsError(
-            f"{path}: describes weights with sha256 {recorded}, but model.safetensors has "
+            f"{name}: describes weights with sha256 {recorded}, but model.safetensors has "
             f"{sha256}; put the files of one model into the folder",
             code="weights.damaged",
         )

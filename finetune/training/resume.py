@@ -15,6 +15,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from timm.layers import DropPath
+from torch import nn
+
 from finetune.data.leakage import find_leakage
 from finetune.errors import (
     CheckpointError,
@@ -303,10 +306,21 @@ def _warn_of_changed_numerics(
             effect = "perhaps by more than the last bits"
         is_split_otherwise = {"data.micro_batch", "processes"} & changes.keys()
         has_own_statistics = unfrozen_batch_norm_layers(setup.built.model)
+        if is_split_otherwise and _has_dropout(setup.built.model):
+            effect = "because dropout draws other masks"
         if is_split_otherwise and has_own_statistics and not setup.recipe.model.sync_bn:
             effect = "because batch norm gets its statistics from other numbers of images"
         logger.warning(f"results will differ {effect}: {', '.join(changes.values())}")
     return [*changes.values()]
+
+
+def _has_dropout(network: nn.Module) -> bool:
+    rates = [
+        module.drop_prob if isinstance(module, DropPath) else module.p
+        for module in network.modules()
+        if isinstance(module, (nn.Dropout, DropPath))
+    ]
+    return any(rates)
 
 
 def _describe_extra_evaluation(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from logs import logged
 from plan_files import write_plan
 from plan_runs import MACHINE, write_probe
 from ranks import run_rank_command, run_two_ranks
@@ -249,6 +251,17 @@ def test_run_copied_without_its_model_is_not_trained_again(
     (tmp_path / "plain-s0" / "run.json").write_text('{"status": "stopped (130)"}')
     run_plan(plan, only=["plain"], out=tmp_path)
     assert len(fake_training) == 3
+
+
+def test_done_names_the_seeds_that_are_left_out(plan: str, fake_training, tmp_path: Path) -> None:
+    run_plan(plan, only=["chosen"], out=tmp_path)
+    shutil.rmtree(tmp_path / "chosen-s3")
+    with logged() as lines:
+        (row,) = run_plan(plan, done=True, out=tmp_path)["runs"]
+    assert row["name"] == "chosen"
+    assert [line for line in lines if "left out" in line] == [
+        f"{tmp_path / 'chosen-s3'}: left out, because it is not a finished run of this recipe"
+    ]
 
 
 @pytest.mark.parametrize("done", [False, True])

@@ -28,7 +28,10 @@ from refusals import refused
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, HubError, WeightsError
+from finetune.model_checksums import add_checksums
+from finetune.publish import push as push_module
 from finetune.publish.push import push
+from finetune.publish.upload import UploadJob
 
 __all__ = ["folder", "hub", "sleep_durations", "upload_in_fork"]  # fixtures
 pytestmark = pytest.mark.usefixtures("upload_in_fork")
@@ -95,6 +98,32 @@ class TestPush:
             push(folder, "alice/net")
         assert hub.count("PUT ") == 0
         assert files_on_hub(hub) == {}
+
+    def test_what_was_checked_is_sent(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def change_and_upload(job: UploadJob) -> dict[str, Any]:
+            for name in NAMES:
+                (folder / name).write_bytes(b"written after the checks")
+            return upload(job)
+
+        upload, checked = push_module._upload, contents(folder)
+        monkeypatch.setattr(push_module, "_upload", change_and_upload)
+        push(folder, "alice/net")
+        assert files_on_hub(hub) == checked
+
+    def test_weights_exchanged_after_the_first_check_are_refused(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def exchange_weights(*_: Any, **__: Any) -> None:
+            (folder / "model.safetensors").write_bytes(weight_bytes(value=2.0))
+
+        config = add_checksums(json.loads((folder / "config.json").read_text()), folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        monkeypatch.setattr(push_module, "check_rights", exchange_weights)
+        with refused("weights.damaged", folder, "model.safetensors"):
+            push(folder, "alice/net")
+        assert not hub.count(CALLS["commit"])
 
     def test_an_export_without_its_certificate_is_not_sent(
         self, hub: HubServer, folder: Path

@@ -123,14 +123,27 @@ def test_other_versions_are_named(run: RunDir, caplog: pytest.LogCaptureFixture)
     assert "differ perhaps by more than the last bits: timm 0.1 -> " in caplog.text
 
 
-def test_other_micro_batches_change_batch_norm(
-    run: RunDir, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "network, message",
+    [
+        (
+            ["model.name=test_resnet", "model.args={}", "model.image_size=32"],
+            "because batch norm gets its statistics from other numbers of images",
+        ),
+        (["model.dropout=0.1"], "because dropout draws other masks"),
+        (
+            ["model.drop_path=0.1", "model.args={patch_size: 4, depth: 2, num_heads: 2}"],
+            "because dropout draws other masks",
+        ),
+    ],
+)
+def test_other_micro_batches_change_more_than_the_last_bits(
+    run: RunDir, caplog: pytest.LogCaptureFixture, network: list[str], message: str
 ) -> None:
-    network = ["model.name=test_resnet", "model.args={}", "model.image_size=32"]
     start(run, make_setup(*network, "data.micro_batch=16"))
     save(run, 2)
     start(run, make_setup(*network, "data.micro_batch=4"), resume=True)
-    assert "because batch norm gets its statistics from other numbers of images" in caplog.text
+    assert message in caplog.text
 
 
 def test_what_changes_the_last_bits_is_said_and_recorded(

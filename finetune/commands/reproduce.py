@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from finetune.commands.probe import format_probe, probe_model, read_probe
-from finetune.commands.reproduce_page import EntryResult, find_other_images, render_page
+from finetune.commands.reproduce_page import EntryResult, find_other_inputs, render_page
 from finetune.commands.reproduce_plan import (
     PLAN_FILENAME,
     PlanEntry,
@@ -93,7 +93,7 @@ def run_plan(
             model/.
         page: Markdown file for the results page of all recipes, see `render_page`.
     Returns: a dict with keys "title", "scale", "runs" (name, paths, seeds, test metrics),
-        "choices" (grid search results by entry), "other_images" (see `find_other_images`),
+        "choices" (grid search results by entry), "other_inputs" (see `find_other_inputs`),
         "claims" (each with its run), "probes" (by entry), and the paths "table", "comparison" and
         "page".
     Raises: RecipeError for an invalid plan, and any error of a run.
@@ -366,7 +366,7 @@ def write_summary(
             for entry_result in trained
             if entry_result.choices
         },
-        "other_images": find_other_images(entry_results),
+        "other_inputs": find_other_inputs(entry_results),
         "claims": [claim for entry_result in trained for claim in entry_result.evaluate_claims()],
         "probes": {
             entry_result.entry.name: entry_result.probe
@@ -426,7 +426,7 @@ def format_plan_results(result: Mapping[str, Any]) -> str:
         ]
         for row in result["runs"]
     ]
-    notes = result["other_images"].items()
+    notes = result["other_inputs"].items()
     header = ["run", "seeds", "images", *(_METRIC_TITLES[key] for key in metrics), *reported]
     lines += markdown_table(header, rows)
     lines += [line for name, note in notes for line in ("", f"{name}{note}.")]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.commands.reproduce_plan import (
     PLAN_FILENAME,
@@ -45,7 +45,7 @@ __all__ = [
     "RUN_FILES",
     "EntryResult",
     "directions_table",
-    "find_other_images",
+    "find_other_inputs",
     "hardware_and_commit",
     "render_page",
     "run_hash",
@@ -112,6 +112,13 @@ class EntryResult:
         ]
 
     @property
+    def weights_sha256(self) -> str | None:
+        """The sha256 of the pretrained weights; None for random ones. See `data_identity`."""
+        if self.probe:
+            return cast("str | None", self.probe["protocol"]["weights"][0])
+        return self.runs[0].record.get("weights_sha256")
+
+    @property
     def machines(self) -> list[Mapping[str, Any]]:
         """Dicts with the machine and commit of each run (its run.json), or of the probe."""
         return [self.probe["machine"]] if self.probe else [run.record for run in self.runs]
@@ -134,10 +141,10 @@ def render_page(
     recipes = {file: load_recipe(file) for file in files if file.name != PLAN_FILENAME}
     earlier = path.parent / "earlier.md"
     earlier_text = earlier.read_text(encoding="utf-8") if earlier.is_file() else ""
-    other_images = find_other_images(entry_results)
+    other_inputs = find_other_inputs(entry_results)
     sections: dict[str, list[str]] = {
-        "What was run": _runs_table(entry_results, other_images, with_verdicts=disclaimer is None),
-        "Few training images": _probe_table(entry_results, other_images),
+        "What was run": _runs_table(entry_results, other_inputs, with_verdicts=disclaimer is None),
+        "Few training images": _probe_table(entry_results, other_inputs),
         "Comparison with other programs": []
         if disclaimer
         else _other_programs_table(plan, entry_results),
@@ -171,7 +178,7 @@ def render_page(
 
 
 def _runs_table(
-    entry_results: Sequence[EntryResult], other_images: Mapping[str, str], *, with_verdicts: bool
+    entry_results: Sequence[EntryResult], other_inputs: Mapping[str, str], *, with_verdicts: bool
 ) -> list[str]:
     rows = []
     for entry_result in entry_results:
@@ -186,7 +193,7 @@ def _runs_table(
         what = summarize_recipe(
             entry_result.runs[0].recipe, planned_source=entry_result.planned.data.source
         )
-        what += other_images.get(entry_result.entry.name, "")
+        what += other_inputs.get(entry_result.entry.name, "")
         rows.append(
             [
                 f"`{entry_result.entry.name}`",
@@ -214,26 +221,39 @@ def _runs_table(
     return _table_lines(header, rows)
 
 
-def find_other_images(entry_results: Sequence[EntryResult]) -> dict[str, str]:
-    """Find entries that read other images or labels than other entries of the same planned data.
+def find_other_inputs(entry_results: Sequence[EntryResult]) -> dict[str, str]:
+    """Find entries that read other images or weights than others for which the plan has the same.
 
     Returns: a dict from the name of an entry to a note with the entries that differ from it; also
         logs a warning for each.
     """
-    notes = {}
-    for one in entry_results:
-        others = ", ".join(
-            f"`{other.entry.name}`"
-            for other in entry_results
-            if have_other_images([one.data_identity, other.data_identity])
-        )
-        if others:
-            notes[one.entry.name] = f"; its images or labels differ from those of {others}"
-            warn_once(
-                f"{one.entry.name}: read other images or labels than {others}, although the plan "
-                "has the same data for them; remove the wrong ones and run the command again"
+    notes: dict[str, str] = {}
+    for what, differ in (
+        ("images or labels", _have_other_images),
+        ("pretrained weights", _have_other_weights),
+    ):
+        for one in entry_results:
+            name = one.entry.name
+            others = ", ".join(
+                f"`{other.entry.name}`" for other in entry_results if differ(one, other)
             )
+            if others:
+                notes[name] = f"{notes.get(name, '')}; its {what} differ from those of {others}"
+                warn_once(
+                    f"{name}: read other {what} than {others}, although the plan has the same for "
+                    "them; remove the wrong ones and run the command again"
+                )
     return notes
+
+
+def _have_other_images(one: EntryResult, other: EntryResult) -> bool:
+    return have_other_images([one.data_identity, other.data_identity])
+
+
+def _have_other_weights(one: EntryResult, other: EntryResult) -> bool:
+    return one.planned.model.name == other.planned.model.name and (
+        len({one.weights_sha256, other.weights_sha256} - {None}) == 2
+    )
 
 
 def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
@@ -250,7 +270,7 @@ def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:
 
 
 def _probe_table(
-    entry_results: Sequence[EntryResult], other_images: Mapping[str, str]
+    entry_results: Sequence[EntryResult], other_inputs: Mapping[str, str]
 ) -> list[str]:
     probed = [
         (entry_result, entry_result.entry.probe, entry_result.probe)
@@ -262,7 +282,7 @@ def _probe_table(
     for entry_result, settings, probe_result in probed:
         assert settings is not None
         name = f"`{entry_result.entry.name}`: `{probe_result['model']}`, "
-        note = other_images.get(entry_result.entry.name, "")
+        note = other_inputs.get(entry_result.entry.name, "")
         cells = [name + redact_urls(entry_result.planned.data.source) + note]
         expected = dict(zip(settings.shots, settings.expected, strict=False))
         for count in shots:

@@ -245,6 +245,18 @@ def test_copies_with_other_images_are_named_and_not_compared(
     assert answer == ("open" if is_other else "yes for 2 of 2 seeds")
 
 
+def test_entries_with_other_weights_of_one_name_are_named(plan_path: Path) -> None:
+    for name in ("whole", "less"):
+        for run in runs_folder(plan_path).glob(f"{name}-s*"):
+            record = json.loads((run / "run.json").read_text())
+            (run / "run.json").write_text(json.dumps({**record, "weights_sha256": name}))
+    with logged() as messages:
+        text = render(plan_path)
+    row = table_rows(text, "What was run")[1]
+    assert "its pretrained weights differ from those of `whole`" in row[1]
+    assert any("less: read other pretrained weights than `whole`" in each for each in messages)
+
+
 def test_run_hash_covers_the_four_run_files(plan_path: Path) -> None:
     folder = runs_folder(plan_path)
     run = folder / "whole-s0"

@@ -373,7 +373,8 @@ class TestHttpServer:
         assert other.labels.tolist() == splits[1].labels.tolist()
         assert other.fingerprint != splits[1].fingerprint == splits[2].fingerprint
 
-    def test_server_without_etag_and_date(self, server: RangeServer) -> None:
+    @pytest.mark.parametrize("validator", ["", 'W/"one"'])
+    def test_server_without_strong_etag_and_date(self, server: RangeServer, validator: str) -> None:
         """No cached content may be used for another file; all images have one size."""
         images = [bmp_bytes(shade) for shade in (0, 90)]
         for number, image_bytes in enumerate(images):
@@ -384,7 +385,7 @@ class TestHttpServer:
                 ("1.bmp", image_bytes),
             ]
             write_file(server.folder / f"{number}/set.tar", tar_bytes(members))
-        server.validator = ""
+        server.validator = validator
         first, reopened, other_split = (
             open_source(f"tar:{server.url}/{folder}/set.tar").splits["train"] for folder in "001"
         )

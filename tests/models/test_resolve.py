@@ -66,6 +66,18 @@ class TestFolder:
         with refused("weights.changed", folder, "while it was read"):
             build_model(str(folder))
 
+    def test_the_prefix_of_transformers_is_removed_if_all_tensors_have_it(
+        self, folder: Path
+    ) -> None:
+        path = folder / "model.safetensors"
+        state = load_file(path)
+        prefixed = {f"timm_model.{name}": tensor for name, tensor in state.items()}
+        save_file(prefixed, path)
+        assert resolve_weights(str(folder)).state.keys() == state.keys()  # type: ignore[union-attr]
+        save_file({**prefixed, **{name: state[name].clone() for name in state}}, path)
+        with refused("weights.unknown_tensors", "timm_model."):
+            build_model(str(folder))
+
     def test_the_image_size_is_that_of_timm(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         config["pretrained_cfg"] |= {"input_size": [3, 48, 48]}

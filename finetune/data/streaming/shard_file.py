@@ -357,13 +357,17 @@ def _read_body(response: Any, length: int) -> bytes:
 
 
 def _etag(response: Any) -> str:
-    """Return the ETag of the content, which the Hub sends with its redirect to the file store."""
+    """Return the ETag of the content, which the Hub sends with its redirect to the file store.
+
+    A weak ETag may stay the same if the content changes; the Last-Modified header replaces it.
+    """
     for answer in (*response.history, response):
         if tag := answer.headers.get("x-linked-etag"):
-            break
-    else:
-        tag = response.headers.get("etag") or response.headers.get("last-modified", "")
-    return str(tag).removeprefix("W/").strip('"')
+            return str(tag).removeprefix("W/").strip('"')
+    tag = response.headers.get("etag", "W/")
+    if tag.startswith("W/"):
+        tag = response.headers.get("last-modified", "")
+    return str(tag).strip('"')
 
 
 def open_stream(file: ShardFile, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:

@@ -376,7 +376,8 @@ def _add_tensors(
     elif weights.architecture == transformers_classifier.ARCHITECTURE:
         tensors = _convert_transformers_tensors(tensors, weights)
     # transformers' TimmWrapper saves networks of timm under this name
-    tensors = {name.removeprefix("timm_model."): value for name, value in tensors.items()}
+    if all(name.startswith("timm_model.") for name in tensors):
+        tensors = {name.removeprefix("timm_model."): value for name, value in tensors.items()}
     provenance = {**weights.provenance, **origin}
     return replace(weights, model_args=model_args, state=tensors, provenance=provenance, file=file)
 

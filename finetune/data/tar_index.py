@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import errno
 import hashlib
 import json
 import os
@@ -247,7 +248,8 @@ def _save_cached(cache: CacheFolder, index: TarShard, key: str | None) -> None:
         with cache.write(f"{key}.tarindex") as stream:
             stream.write(hashlib.sha256(key.encode() + body).digest() + body)
     except OSError as error:
-        _warn_not_cached(error)
+        if error.errno != errno.EBADF:  # the cache was closed, because another shard is damaged
+            _warn_not_cached(error)
 
 
 # --- the headers ---------------------------------------------------------------------------------

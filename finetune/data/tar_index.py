@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import errno
+import functools
 import hashlib
 import json
 import os

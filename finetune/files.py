@@ -36,6 +36,7 @@ __all__ = [
     "read_untrusted_json",
     "remove_path",
     "staging_folder",
+    "stat_signature",
     "write_atomically",
 ]
 
@@ -78,6 +79,17 @@ def open_regular_file(path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
         file.close()
         raise ValueError(f"{size:,} bytes are more than the {max_bytes:,} allowed")
     return file
+
+
+def stat_signature(file: int | bytes | str | os.PathLike[str]) -> tuple[int, int, int, int, int]:
+    """Return device, inode, size, mtime and ctime of a file; symlinks are followed.
+
+    Args:
+        file: a path or a file descriptor.
+    """
+    status = os.stat(file)
+    device, inode = status.st_dev % 2**63, status.st_ino % 2**63
+    return device, inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_outside_link(path: Path, folder: Path) -> bool:

@@ -19,7 +19,7 @@ from finetune.commands.evaluate import check_split_name, warn_if_changed
 from finetune.data.decisions import split_decisions
 from finetune.data.from_recipe import open_data, open_full_data, resolve_data_section
 from finetune.data.groups import group_indices
-from finetune.data.leakage import find_leakage
+from finetune.data.leakage import find_leakage, find_repeated_images
 from finetune.data.source import Source
 from finetune.data.splits import hold_out_validation
 from finetune.errors import CheckpointError, DataError, RecipeError, redact_urls
@@ -141,6 +141,10 @@ def probe_model(
         read = {name: task.source.splits[name] for name in ("train", task.split)}
         for leak in find_leakage(replace(task.source, splits=read)):
             logger.warning(leak)
+        train = task.source.splits["train"]
+        if (folds is not None or learning_curve) and not train.is_streamed:
+            for copies in find_repeated_images(train):
+                logger.warning(f"{copies}; until then, figures on parts of train are too high")
     identity, features, columns = _extract_features(
         model, task, accelerator, include_val, linear_sgd
     )

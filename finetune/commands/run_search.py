@@ -308,13 +308,14 @@ class SearchSession:
 
         overrides = (*self.source_overrides, *TRIAL_OVERRIDES)
         recipe = parse_recipe(trial.recipe, name=trial.name, overrides=overrides)
+        was_started = (self._trial_folder(trial) / "run.json").is_file()
         try:
             with only_warnings(self.warnings):
                 reached = self.train_until(recipe, self._trial_folder(trial), pause)
         except (DivergedError, RecipeError, WeightsError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
-            if first_step and isinstance(error, (RecipeError, WeightsError)):
+            if (first_step or was_started) and isinstance(error, (RecipeError, WeightsError)):
                 raise  # it could start, so something else has changed since
             self.errors.append(error)
             trial.end_reason = f"failed: {str(error).splitlines()[0]}"

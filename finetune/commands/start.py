@@ -44,6 +44,7 @@ from finetune.commands.weight_selection import (
 from finetune.data.class_balance import count_images_per_class
 from finetune.data.decode_split import sample_image_sizes
 from finetune.data.from_recipe import open_data
+from finetune.data.leakage import find_repeated_images
 from finetune.data.source import Source
 from finetune.errors import DataError, redact_urls
 from finetune.files import write_atomically
@@ -240,6 +241,9 @@ def _list_candidates(
 
 def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     """Choose weights, image size, and whether to train all weights."""
+    train = builder.source.splits["train"]
+    for copies in () if train.is_streamed else find_repeated_images(train):
+        logger.warning(f"{copies}; until then, accuracies on parts of train are too high")
     scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.image_sizes)
     for score in scores:
         logger.info(str(score))

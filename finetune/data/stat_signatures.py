@@ -9,21 +9,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SETTLED_NS", "are_settled", "is_settled", "stat_signature", "stat_signatures"]
+from finetune.files import stat_signature
+
+__all__ = ["SETTLED_NS", "are_settled", "is_settled", "stat_signatures"]
 
 SETTLED_NS = 2 * 10**9
 _UNSETTLED = -1  # replaces the device number if the file's next change might not change its times
-
-
-def stat_signature(file: int | bytes | str | os.PathLike[str]) -> tuple[int, int, int, int, int]:
-    """Return device, inode, size, mtime and ctime of a file; symlinks are followed.
-
-    Args:
-        file: a path or a file descriptor.
-    """
-    stat = os.stat(file)
-    device, inode = stat.st_dev % 2**63, stat.st_ino % 2**63
-    return device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def is_settled(signature: tuple[int, int, int, int, int]) -> bool:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import process_lifecycle
 from finetune.data.decisions import Decision, label_names, read_decisions, write_decisions
-from finetune.data.stat_signatures import stat_signature
 from finetune.doctor.findings import KINDS, Findings, class_key, image_key, open_findings
 from finetune.doctor.review_page import DECISIONS_FILE, render_review, training_command
 from finetune.errors import FinetuneError, SetupError, install_hint
+from finetune.files import stat_signature
 from finetune.log import logger
 from finetune.report.thumbnails import encode_thumbnail
 from finetune.web.access import is_cross_origin, is_loopback, listen, refuse_post, trusted_hosts

@@ -227,6 +227,16 @@ def test_val_split_selects_c_and_replaces_a_missing_test_split(model: str, tmp_p
     assert (result["split"], result["linear"]["chosen_on"]) == ("val", "10% of train")
 
 
+def test_copies_in_a_cross_validation_are_said(model: str, tmp_path: Path) -> None:
+    source = write_image_folder(tmp_path / "set", {"train/cat": 4, "train/dog": 4, "test/cat": 1})
+    image = next((tmp_path / "set" / "train" / "cat").iterdir())
+    shutil.copy(image, image.with_name(f"copy{image.suffix}"))
+    for folds in (None, 2):
+        with logged() as messages:
+            probe_model(model, data=source, shots=[1], folds=folds)
+        assert bool(folds) == any("1 of 9 images are copies" in text for text in messages)
+
+
 def test_unsuitable_data_is_refused_before_computing_features(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

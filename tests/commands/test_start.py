@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -279,6 +280,16 @@ class TestWeightsOfTheHub:
             start(photos, overrides=["model.name=embedded:vit_nano"])
         assert findings.candidates == ["embedded:vit_nano"]
         assert not any(self.SUGGESTED.name in text for text in messages)
+
+
+def test_copies_among_the_compared_images_are_said(photos: str, findings: Findings) -> None:
+    image = next(Path(photos, "a").iterdir())
+    shutil.copy(image, image.with_name(f"copy{image.suffix}"))
+    with logged() as messages:
+        start(photos)
+    (warning,) = [text for text in messages if "copies of others" in text]
+    assert "1 of 25 images" in warning
+    assert "too high" in warning
 
 
 def test_weights_are_compared_on_whole_groups(

@@ -100,6 +100,7 @@ class Machine:
         if name in self.fail:
             raise self.fail[name]
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text("{}")
         base = name.partition("-split")[0]
         step = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
         num_steps = EPOCH * round(self.epochs.get(base, recipe.optim.epochs or 0))
@@ -866,6 +867,17 @@ def test_what_was_measured_of_a_paused_trial_is_kept(tmp_path: Path) -> None:
     assert search["a"].end_reason == ""
     Machine(accuracies={"a": 0.2}, now=145.0).run(search, tmp_path)
     assert search["a"].curve[: len(paused)] == paused
+
+
+def test_a_killed_trial_continues_with_its_weights_only(tmp_path: Path) -> None:
+    """It had checkpoints, although nothing of it is in the record of the search."""
+    with pytest.raises(Killed):
+        Machine(kill_at=15.0).run(make_search("start a"), tmp_path)
+    search = read_search(tmp_path)
+    assert not search["start"].curve
+    broken = Machine(fail={"start": WeightsError("base: other weights; restore them")}, now=15.0)
+    with refused("weights", "restore them"):
+        broken.run(search, tmp_path)
 
 
 def test_trials_without_their_search_are_not_continued(tmp_path: Path, photos: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logs import logged
 from networks import write_timm_folder
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -155,6 +156,24 @@ class TestDamage:
         assert weights.state is not None
         assert torch.equal(weights.state["head.weight"], state["head.weight"])
 
+    def test_names_the_entry_that_is_used(self, tmp_path: Path) -> None:
+        states = {
+            "state_dict": {"w": torch.zeros(2)},
+            "state_dict_ema": {"module.w": torch.ones(2)},
+        }
+        torch.save({**states, "epoch": 3}, tmp_path / "a.pth")
+        with logged() as messages:
+            tensors = read_tensors(tmp_path / "a.pth")
+        assert torch.equal(tensors["w"], torch.ones(2))
+        assert messages == [
+            "a.pth: has weights in state_dict_ema, state_dict; state_dict_ema is used"
+        ]
+
+    def test_rejects_a_tensor_with_and_without_a_prefix(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.zeros(2), "module.w": torch.ones(2)}, tmp_path / "a.pth")
+        with refused("weights.other_names", "a.pth", "module."):
+            read_tensors(tmp_path / "a.pth")
+
     def test_rejects_a_symlink_to_itself(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         path.symlink_to(path)
@@ -210,7 +229,7 @@ class TestMemoryBombs:
         assert archive_path.stat().st_size < MANY_BYTES / 500
         calls: list[object] = []
         monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: calls.append(args))
-        monkeypatch.setattr(read_module, "load_state_dict", lambda *a, **kw: calls.append(a))
+        monkeypatch.setattr(torch, "load", lambda *a, **kw: calls.append(a))
         with (
             limited_memory(1),
             refused("weights.too_large", archive_path.name, f"{archive_path.stat().st_size:,}"),

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.models import load_state_dict
+from timm.models import clean_state_dict
 from torch import Tensor
 
 from finetune.errors import WeightsError, weights_changed_error
+from finetune.files import stat_signature
+from finetune.log import logger
 
 __all__ = ["WeightsFile", "read_tensors"]
 
@@ -25,13 +27,17 @@ MAX_UNPACK_RATIO = 100  # unpacked bytes over file bytes; deflate reaches at mos
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 
 
+# Entries of a training checkpoint that hold weights, in timm's order of preference.
+_ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
+
+
 @dataclass(frozen=True)
 class WeightsFile:
     """A weights file as it was when it was read; its tensors may be mapped until they are copied.
 
     Attributes:
         path: path of the file.
-        signature: device, inode, size and mtime.
+        signature: device, inode, size, mtime and ctime.
     """
 
     path: Path
@@ -40,11 +46,14 @@ class WeightsFile:
     @classmethod
     def snapshot(cls, path: Path) -> WeightsFile:
         """Record the file's signature before it is read; a missing file has an empty one."""
-        return cls(path, _signature(path))
+        try:
+            return cls(path, stat_signature(path))
+        except OSError:
+            return cls(path, ())
 
     def check_unchanged(self, source: object) -> None:
         """Raise WeightsError if the file has been replaced or written since."""
-        if _signature(self.path) != self.signature:
+        if WeightsFile.snapshot(self.path) != self:
             raise weights_changed_error(f"{source}: {self.path.name}")
 
 
@@ -84,14 +93,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 code="weights.not_finite",
             )
     return tensors
-
-
-def _signature(path: Path) -> tuple[int, ...]:
-    try:
-        stat = path.stat()
-    except OSError:
-        return ()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _check_dense(path: Path, name: str, tensor: Tensor) -> None:
@@ -216,7 +217,10 @@ def _read_pickled(path: Path) -> dict[str, Any]:
     if _is_zip(path):
         _check_zip_bomb(path)
     try:
-        return load_state_dict(str(path), weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        names = [name for name in _ENTRIES if checkpoint.get(name) is not None]
+        state = checkpoint[names[0]] if names else checkpoint
+        tensors = clean_state_dict(state)
     except (EOFError, zipfile.BadZipFile) as error:
         raise _damaged_error(path, error) from error
     except Exception as error:  # torch raises a different type for each way a file is broken
@@ -228,3 +232,12 @@ def _read_pickled(path: Path) -> dict[str, Any]:
                 code="weights.unsafe",
             ) from None  # torch's and timm's messages advise loading it anyway
         raise _damaged_error(path, text.partition("\n")[0] or type(error).__name__) from error
+    if len(tensors) < len(state):
+        raise WeightsError(
+            f"{path.name}: has tensors twice, with and without a prefix of DDP or torch.compile "
+            "(module., _orig_mod.); save one of each",
+            code="weights.other_names",
+        )
+    if len(names) > 1:
+        logger.info(f"{path.name}: has weights in {', '.join(names)}; {names[0]} is used")
+    return tensors

@@ -141,3 +141,10 @@ class TestParityWithJax:
     def test_rejects_a_missing_representation_layer(self, shared: Path) -> None:
         with refused("weights.missing_tensors", "ckpt_plain.npz", "pre_logits/kernel"):
             build_model(str(shared / "oracles" / "ckpt_plain.npz"), args={"pre_logits": True})
+
+    def test_rejects_the_weights_of_two_networks(self, tmp_path: Path) -> None:
+        kernel = np.ones((4, 4, 3, 8), np.float32)
+        names = ("embedding/kernel", "opt/target/embedding/kernel")
+        np.savez(tmp_path / "two.npz", **dict.fromkeys(names, kernel))
+        with refused("weights.other_names", "two.npz", "'opt/target/'"):
+            build_model(str(tmp_path / "two.npz"))

@@ -18,7 +18,7 @@ from finetune.models.weights.timm_config import registered_config
 
 __all__ = ["convert_checkpoint", "google_pretrained_config"]
 
-PARAM_PREFIXES = ("opt/target/", "params/")
+PARAM_PREFIXES = ("", "opt/target/", "params/")
 BLOCK_PATTERN = re.compile(r"Transformer/encoderblock_(\d+)/(.+)")
 
 
@@ -43,7 +43,14 @@ def convert_checkpoint(
         for a ResNet-ViT hybrid, which has no such layer.
     Source: vision_transformer, vit_jax/models_vit.py and vit_jax/checkpoint.py.
     """
-    prefix = next((p for p in PARAM_PREFIXES if f"{p}embedding/kernel" in tensors), "")
+    prefixes = [p for p in PARAM_PREFIXES if f"{p}embedding/kernel" in tensors]
+    if len(prefixes) > 1:
+        raise WeightsError(
+            f"{source}: has weights of several networks, with the prefixes "
+            f"{' and '.join(map(repr, prefixes))}; save one of them",
+            code="weights.other_names",
+        )
+    prefix = prefixes[0] if prefixes else ""
     flat_params = {
         name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
     }

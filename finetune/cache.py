@@ -87,6 +87,7 @@ class CacheFolder:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._dir_fd)
+        self._dir_fd = -1  # a thread that still writes must not use a descriptor of another folder
 
     def open(self, name: str) -> io.BufferedReader:
         """Open a file for reading.

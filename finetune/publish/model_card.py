@@ -545,7 +545,11 @@ def _temperature_note(content: CardContent) -> list[str]:
     if not (scaled := test.get("calibrated")):
         return []
     calibration = content.config.get("calibration") or scaled
-    if calibration["temperature"] != scaled["temperature"]:
+    if (
+        calibration["temperature"] != scaled["temperature"]
+        or calibration.get("split", "val") != "val"
+        or content.is_fitted_on_other_images
+    ):
         return [
             f"The temperature in `config.json`, {calibration['temperature']:.4g}, was fitted after "
             f"the test split had been evaluated, on {_fitted_split(content)}.",

@@ -288,6 +288,10 @@ def test_card_has_usage_results_and_provenance() -> None:
     text = render_card(card_content(results=results, config=config))
     assert "in `config.json`, 0.2775, was fitted after the test split had been evaluated" in text
     assert "changes the test loss" not in text
+    same = results["test"]["calibrated"]["temperature"]
+    config["calibration"] = {"temperature": same, "split": "test"}
+    text = render_card(card_content(results=results, config=config))
+    assert "was fitted after the test split had been evaluated, on 'test'" in text
 
 
 def test_transforms_that_the_code_of_the_card_does_not_use_are_named() -> None:

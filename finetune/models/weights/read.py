@@ -116,8 +116,8 @@ def _check_not_quantized(path: Path, name: str, tensor: Tensor) -> None:
     is_8bit_float = tensor.is_floating_point() and tensor.element_size() == 1
     if is_8bit_float or (name.endswith(("weight", "kernel")) and not tensor.is_floating_point()):
         raise WeightsError(
-            f"{path.name}: tensor '{name}' has the type {tensor.dtype}, so the weights are "
-            "quantized; use weights in float32, float16 or bfloat16",
+            f"{path.name}: tensor '{name}' has the type {tensor.dtype}, as in quantized weights; "
+            "use weights in float32, float16 or bfloat16",
             code="weights.unsupported",
         )
 

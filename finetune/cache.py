@@ -86,8 +86,9 @@ class CacheFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._dir_fd)
-        self._dir_fd = -1  # a thread that still writes must not use a descriptor of another folder
+        # first -1: a thread that still writes must not use a descriptor of another folder
+        dir_fd, self._dir_fd = self._dir_fd, -1
+        os.close(dir_fd)
 
     def open(self, name: str) -> io.BufferedReader:
         """Open a file for reading.

@@ -370,7 +370,7 @@ def _check_unchanged(member: _LoadedRun) -> None:
     records = [member.record, read_record(member.run)]
     of_run = [(each.get("model_sha256"), each.get("training_keys")) for each in records]
     if file_sha256(path) != member.weights_sha256 or of_run[0] != of_run[1]:
-        raise weights_changed_error(path)
+        raise weights_changed_error(member.run.path)
 
 
 def _check_compatible(first: _LoadedRun, other: _LoadedRun) -> None:

@@ -141,10 +141,8 @@ def probe_model(
         read = {name: task.source.splits[name] for name in ("train", task.split)}
         for leak in find_leakage(replace(task.source, splits=read)):
             logger.warning(leak)
-        train = task.source.splits["train"]
-        if (folds is not None or learning_curve) and not train.is_streamed:
-            for copies in find_repeated_images(train):
-                logger.warning(f"{copies}; until then, figures on parts of train are too high")
+        for copies in find_repeated_images(task.source.splits["train"]) if folds else ():
+            logger.warning(f"{copies}; until then, cross-validated accuracies are too high")
     identity, features, columns = _extract_features(
         model, task, accelerator, include_val, linear_sgd
     )

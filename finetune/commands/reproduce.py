@@ -235,12 +235,13 @@ def _run_entry(
             ) from None
         if results is not None:
             finished_runs[path] = results
-        elif not done:
-            return None
-        else:
+        elif done:
             left_out.append(path)
-    for path in left_out if finished_runs else ():
-        logger.info(f"{path}: left out, because it is not a finished run of this recipe")
+        else:
+            return None
+    if finished_runs:
+        for path in left_out:
+            logger.info(f"{path}: left out, because it is not a finished run of this recipe")
     _check_same_inputs(entry.name, list(finished_runs))
     return (
         EntryResult(entry, planned, list(finished_runs), list(finished_runs.values()), choices)

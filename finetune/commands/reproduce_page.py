@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from finetune.commands.reproduce_plan import (
     PLAN_FILENAME,
@@ -112,11 +112,15 @@ class EntryResult:
         ]
 
     @property
-    def weights_sha256(self) -> str | None:
-        """The sha256 of the pretrained weights; None for random ones. See `data_identity`."""
+    def weights(self) -> tuple[str, str | None]:
+        """Name and sha256 of the pretrained weights of the first run; None if they are random.
+
+        On ranks other than 0, a new probe has no sha256.
+        """
         if self.probe:
-            return cast("str | None", self.probe["protocol"]["weights"][0])
-        return self.runs[0].record.get("weights_sha256")
+            protocol = self.probe.get("protocol")
+            return self.probe["model"], protocol and protocol["weights"][0]
+        return self.runs[0].recipe.model.name, self.runs[0].record.get("weights_sha256")
 
     @property
     def machines(self) -> list[Mapping[str, Any]]:
@@ -240,8 +244,8 @@ def find_other_inputs(entry_results: Sequence[EntryResult]) -> dict[str, str]:
             if others:
                 notes[name] = f"{notes.get(name, '')}; its {what} differ from those of {others}"
                 warn_once(
-                    f"{name}: read other {what} than {others}, although the plan has the same for "
-                    "them; remove the wrong ones and run the command again"
+                    f"{name}: read other {what} than {others}, although the plan gives both "
+                    "the same; remove the wrong ones and run the command again"
                 )
     return notes
 
@@ -251,9 +255,8 @@ def _have_other_images(one: EntryResult, other: EntryResult) -> bool:
 
 
 def _have_other_weights(one: EntryResult, other: EntryResult) -> bool:
-    return one.planned.model.name == other.planned.model.name and (
-        len({one.weights_sha256, other.weights_sha256} - {None}) == 2
-    )
+    (name, sha256), (other_name, other_sha256) = one.weights, other.weights
+    return name == other_name and None not in (sha256, other_sha256) and sha256 != other_sha256
 
 
 def _format_expectations(runs: Sequence[Run], *, with_verdicts: bool) -> str:

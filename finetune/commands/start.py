@@ -178,6 +178,8 @@ def start(source: str, *, overrides: Iterable[str] = (), download: bool = False)
         cannot be used for training.
     """
     builder = RecipeBuilder.open(source, list(overrides))
+    for copies in find_repeated_images(builder.source.splits["train"]):
+        logger.warning(f"{copies}; until then, accuracies on parts of train are too high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     candidates = _list_candidates(builder, device, download=download)
     key = builder.choice_key(candidates, device)
@@ -241,9 +243,6 @@ def _list_candidates(
 
 def _choose(builder: RecipeBuilder, candidates: Sequence[Candidate]) -> Choice:
     """Choose weights, image size, and whether to train all weights."""
-    train = builder.source.splits["train"]
-    for copies in () if train.is_streamed else find_repeated_images(train):
-        logger.warning(f"{copies}; until then, accuracies on parts of train are too high")
     scores = score_candidates(candidates, builder.scoring_recipe, sizes=builder.image_sizes)
     for score in scores:
         logger.info(str(score))

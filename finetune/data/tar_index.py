@@ -248,7 +248,7 @@ def _save_cached(cache: CacheFolder, index: TarShard, key: str | None) -> None:
         with cache.write(f"{key}.tarindex") as stream:
             stream.write(hashlib.sha256(key.encode() + body).digest() + body)
     except OSError as error:
-        if error.errno != errno.EBADF:  # the cache was closed, because another shard is damaged
+        if error.errno != errno.EBADF:  # closed, because the work ended early
             _warn_not_cached(error)
 
 

@@ -125,7 +125,7 @@ def build_model(
     kept = {} if keep_head else _init_head(model, weights, class_names or (), head_init, multilabel)
     model, resized = load_weights(model, weights, create_args, posemb=posemb, keep_head=keep_head)
     if weights.file is not None:
-        weights.file.check_unchanged(name)
+        weights.file.check_unchanged(name, weights.provenance["sha256"])
     freeze_parameters(model, freeze)
     if adapter is not None:
         add_adapter(model, size, **adapter)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def push(
     is_run = is_run_dir(Path(run))
     with (
         lock_run(Path(run)) if is_run else contextlib.nullcontext(),
-        tempfile.TemporaryDirectory(prefix="finetune-push-") as temporary,
+        _temporary_folder() as temporary,
     ):
         model_folder = Path(run, "model") if is_run else Path(run)
         folder, names = _select_files(model_folder, run, is_run=is_run, adapter=adapter)
@@ -108,9 +108,9 @@ def push(
                     RunDir(run), **{f"{'adapter_' if adapter else ''}repository": repository}
                 )
             selected = files_to_push(folder, names)
-            copy = _copy_model(model_folder, Path(temporary), is_run=is_run)
-            folder, names = _select_files(copy, run, is_run=is_run, adapter=adapter)
-            files = {name: folder / name for name in selected}
+            copied = _copy_model(model_folder, temporary, is_run=is_run)
+            copied, _ = _select_files(copied, run, is_run=is_run, adapter=adapter)
+            files = {name: copied / name for name in selected}
             check_weights(files)
             check_results(files)
             check_no_secrets(files, text, Path(run))
@@ -204,6 +204,15 @@ def _select_files(
     if adapter:
         return adapter_folder(folder), PUBLISHED_ADAPTER_FILES
     return folder, (*PUBLISHED_FILES, *export_files, *_FILES_OF_ADAPTER)
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Create a folder, and remove it at the end. Raises: SetupError if none can be created."""
+    with contextlib.ExitStack() as stack:
+        with explain_disk_errors(Path(os.environ.get("TMPDIR", "/tmp")), option="TMPDIR"):
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="finetune-push-"))
+        yield Path(name)
 
 
 def _copy_model(folder: Path, target: Path, *, is_run: bool) -> Path:

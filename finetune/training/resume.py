@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from timm.layers import DropPath
 from torch import nn
 
 from finetune.data.leakage import find_leakage
@@ -307,7 +306,7 @@ def _warn_of_changed_numerics(
         is_split_otherwise = {"data.micro_batch", "processes"} & changes.keys()
         has_own_statistics = unfrozen_batch_norm_layers(setup.built.model)
         if is_split_otherwise and _has_dropout(setup.built.model):
-            effect = "because dropout draws other masks"
+            effect = "because dropout masks change"
         if is_split_otherwise and has_own_statistics and not setup.recipe.model.sync_bn:
             effect = "because batch norm gets its statistics from other numbers of images"
         logger.warning(f"results will differ {effect}: {', '.join(changes.values())}")
@@ -315,12 +314,11 @@ def _warn_of_changed_numerics(
 
 
 def _has_dropout(network: nn.Module) -> bool:
-    rates = [
-        module.drop_prob if isinstance(module, DropPath) else module.p
+    return any(
+        module.p if isinstance(module, nn.Dropout) else getattr(module, name, 0)
         for module in network.modules()
-        if isinstance(module, (nn.Dropout, DropPath))
-    ]
-    return any(rates)
+        for name in ("drop_prob", "drop_rate")  # of stochastic depth, and before timm's classifiers
+    )
 
 
 def _describe_extra_evaluation(

@@ -34,8 +34,7 @@ def check_setup(setup: TrainingSetup) -> list[str]:
     """
     lines = [*_check_ignored_keys(setup.recipe), *_check_warmup(setup), *_check_num_steps(setup)]
     lines += _check_ema(setup, setup.num_steps)
-    if not setup.source.splits["train"].is_streamed:
-        lines += find_repeated_images(setup.source.splits["train"])
+    lines += find_repeated_images(setup.source.splits["train"])
     for name in ("val", "test"):
         split = setup.source.splits.get(name)
         if split is not None and len(split) < TOO_FEW_IMAGES:

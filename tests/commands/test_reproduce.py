@@ -21,7 +21,6 @@ from finetune.commands.probe import read_probe
 from finetune.commands.reproduce import format_plan_results, run_plan
 from finetune.errors import FinetuneError, Interrupted, RecipeError
 from finetune.evaluation.claims import VERDICTS
-from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run.directory import resume_command
 
@@ -194,7 +193,7 @@ def test_multilabel_metrics_have_their_own_columns(
         entry = SimpleNamespace(name=name, reported=None)
         attributes = {"probe": None, "choices": [], "paths": [tmp_path / "a", tmp_path / "b"]}
         attributes |= {"evaluate_claims": list, "data_identity": ("recipe", {})}
-        attributes |= {"planned": load_recipe("recipes/quickstart.yaml"), "weights_sha256": None}
+        attributes |= {"weights": ("random", None)}
         return SimpleNamespace(entry=entry, results=[{"test": metrics}] * 2, **attributes)
 
     pairs, digits = (

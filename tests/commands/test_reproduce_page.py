@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from logs import logged
@@ -13,6 +15,8 @@ from refusals import refused
 
 from finetune.commands.reproduce_page import (
     RUN_FILES,
+    EntryResult,
+    find_other_inputs,
     hardware_and_commit,
     render_page,
     run_hash,
@@ -243,6 +247,15 @@ def test_copies_with_other_images_are_named_and_not_compared(
     assert any("less: read other images" in each for each in messages) == is_other
     answer = table_rows(text, DIRECTIONS)[1][3]
     assert answer == ("open" if is_other else "yes for 2 of 2 seeds")
+
+
+def test_a_new_probe_has_no_weights_on_other_ranks() -> None:
+    probed: Any = {"model": "vit", "split_fingerprints": {}, "shots": {}}
+    entry: Any = SimpleNamespace(name="few")
+    planned = load_recipe("recipes/quickstart.yaml")
+    result = EntryResult(entry, planned, [], probe=probed)
+    assert result.weights == ("vit", None)
+    assert find_other_inputs([result]) == {}
 
 
 def test_entries_with_other_weights_of_one_name_are_named(plan_path: Path) -> None:

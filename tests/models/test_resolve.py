@@ -68,6 +68,19 @@ class TestFolder:
         with refused("weights.changed", folder, "while it was read"):
             build_model(str(folder))
 
+    def test_a_new_hard_link_of_the_weights_is_no_change(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A push links the weights while it rewrites the folder of a run."""
+        load = build_module.load_weights
+
+        def link_and_load(*arguments: Any, **options: Any) -> Any:
+            (folder / "link").hardlink_to(folder / "model.safetensors")
+            return load(*arguments, **options)
+
+        monkeypatch.setattr(build_module, "load_weights", link_and_load)
+        assert build_model(str(folder)).class_names == ["ant", "bee", "cat"]
+
     def test_the_prefix_of_transformers_is_removed_if_all_tensors_have_it(
         self, folder: Path
     ) -> None:

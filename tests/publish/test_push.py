@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,14 @@ class TestPush:
         monkeypatch.setattr(push_module, "_upload", change_and_upload)
         push(folder, "alice/net")
         assert files_on_hub(hub) == checked
+
+    def test_a_missing_temporary_folder_is_named(
+        self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        with refused("setup.not_writable", "TMPDIR"):
+            push(folder, "alice/net")
 
     def test_weights_exchanged_after_the_first_check_are_refused(
         self, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,10 +130,10 @@ def test_other_versions_are_named(run: RunDir, caplog: pytest.LogCaptureFixture)
             ["model.name=test_resnet", "model.args={}", "model.image_size=32"],
             "because batch norm gets its statistics from other numbers of images",
         ),
-        (["model.dropout=0.1"], "because dropout draws other masks"),
+        (["model.dropout=0.1"], "because dropout masks change"),
         (
             ["model.drop_path=0.1", "model.args={patch_size: 4, depth: 2, num_heads: 2}"],
-            "because dropout draws other masks",
+            "because dropout masks change",
         ),
     ],
 )

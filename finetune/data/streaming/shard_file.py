@@ -160,8 +160,8 @@ class RemoteFile:
         path: path in the Hub's repository, or on the server.
         display_name: the file's name in messages.
         size: size in bytes when the source was opened.
-        etag: the ETag when the source was opened, else the Last-Modified header; empty if the
-            server sends neither.
+        etag: the strong ETag when the source was opened, else the Last-Modified header; empty if
+            the server sends neither.
     """
 
     url: str = field(repr=False)
@@ -364,8 +364,8 @@ def _etag(response: Any) -> str:
     for answer in (*response.history, response):
         if tag := answer.headers.get("x-linked-etag"):
             return str(tag).removeprefix("W/").strip('"')
-    tag = response.headers.get("etag", "W/")
-    if tag.startswith("W/"):
+    tag = response.headers.get("etag")
+    if not tag or tag.startswith("W/"):
         tag = response.headers.get("last-modified", "")
     return str(tag).strip('"')
 

@@ -46,8 +46,8 @@ def convert_checkpoint(
     prefixes = [p for p in PARAM_PREFIXES if f"{p}embedding/kernel" in tensors]
     if len(prefixes) > 1:
         raise WeightsError(
-            f"{source}: has weights of several networks, with the prefixes "
-            f"{' and '.join(map(repr, prefixes))}; save one of them",
+            f"{source}: has several sets of weights (prefixes "
+            f"{' and '.join(map(repr, prefixes))}); keep one of them",
             code="weights.other_names",
         )
     prefix = prefixes[0] if prefixes else ""

@@ -16,7 +16,7 @@ from timm.models import clean_state_dict
 from torch import Tensor
 
 from finetune.errors import WeightsError, weights_changed_error
-from finetune.files import stat_signature
+from finetune.files import file_sha256, stat_signature
 from finetune.log import logger
 
 __all__ = ["WeightsFile", "read_tensors"]
@@ -25,10 +25,8 @@ LFS_POINTER_PREFIX = b"version https://git-lfs"
 # Weights hardly compress, except zeros; an archive that exceeds both limits cannot hold weights.
 MAX_UNPACK_RATIO = 100  # unpacked bytes over file bytes; deflate reaches at most 1000
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-
-
 # Entries of a training checkpoint that hold weights, in timm's order of preference.
-_ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
+_CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,19 @@ class WeightsFile:
         except OSError:
             return cls(path, ())
 
-    def check_unchanged(self, source: object) -> None:
-        """Raise WeightsError if the file has been replaced or written since."""
-        if WeightsFile.snapshot(self.path) != self:
+    def check_unchanged(self, source: object, sha256: str) -> None:
+        """Raise WeightsError if the file has been replaced or written since.
+
+        Another ctime alone may come from a new hard link; the content is then compared.
+
+        Args:
+            source: name of the model as the user gave it, for messages.
+            sha256: sha256 of the file when it was read.
+        """
+        now = WeightsFile.snapshot(self.path).signature
+        if now[:-1] != self.signature[:-1] or (
+            now != self.signature and file_sha256(self.path) != sha256
+        ):
             raise weights_changed_error(f"{source}: {self.path.name}")
 
 
@@ -65,8 +73,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Returns: {name: tensor}; all floating-point tensors are finite.
     Raises: WeightsError for a web page, a Git LFS pointer, a truncated, damaged or empty file, a
-        file that would run code, a file that unpacks to far more than its size, or NaN or infinite
-        values.
+        file that would run code, a file that unpacks to far more than its size, quantized weights,
+        names that are not unique without their prefixes, or NaN or infinite values.
     """
     reader = {".safetensors": _read_safetensors, ".npz": _read_npz}.get(path.suffix, _read_pickled)
     try:
@@ -218,7 +226,7 @@ def _read_pickled(path: Path) -> dict[str, Any]:
         _check_zip_bomb(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        names = [name for name in _ENTRIES if checkpoint.get(name) is not None]
+        names = [name for name in _CHECKPOINT_KEYS if isinstance(checkpoint.get(name), Mapping)]
         state = checkpoint[names[0]] if names else checkpoint
         tensors = clean_state_dict(state)
     except (EOFError, zipfile.BadZipFile) as error:
@@ -234,8 +242,8 @@ def _read_pickled(path: Path) -> dict[str, Any]:
         raise _damaged_error(path, text.partition("\n")[0] or type(error).__name__) from error
     if len(tensors) < len(state):
         raise WeightsError(
-            f"{path.name}: has tensors twice, with and without a prefix of DDP or torch.compile "
-            "(module., _orig_mod.); save one of each",
+            f"{path.name}: tensors have the same name without the prefixes of DDP and "
+            "torch.compile (module., _orig_mod.); keep one of each name",
             code="weights.other_names",
         )
     if len(names) > 1:

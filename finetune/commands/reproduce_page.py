@@ -115,11 +115,10 @@ class EntryResult:
     def weights(self) -> tuple[str, str | None]:
         """Name and sha256 of the pretrained weights of the first run; None if they are random.
 
-        On ranks other than 0, a new probe has no sha256.
+        A probe has no sha256; `run_plan` compares the weights of probes by their own hash.
         """
         if self.probe:
-            protocol = self.probe.get("protocol")
-            return self.probe["model"], protocol and protocol["weights"][0]
+            return self.probe["model"], None
         return self.runs[0].recipe.model.name, self.runs[0].record.get("weights_sha256")
 
     @property

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from logs import logged
@@ -15,8 +13,6 @@ from refusals import refused
 
 from finetune.commands.reproduce_page import (
     RUN_FILES,
-    EntryResult,
-    find_other_inputs,
     hardware_and_commit,
     render_page,
     run_hash,
@@ -249,15 +245,6 @@ def test_copies_with_other_images_are_named_and_not_compared(
     assert answer == ("open" if is_other else "yes for 2 of 2 seeds")
 
 
-def test_a_new_probe_has_no_weights_on_other_ranks() -> None:
-    probed: Any = {"model": "vit", "split_fingerprints": {}, "shots": {}}
-    entry: Any = SimpleNamespace(name="few")
-    planned = load_recipe("recipes/quickstart.yaml")
-    result = EntryResult(entry, planned, [], probe=probed)
-    assert result.weights == ("vit", None)
-    assert find_other_inputs([result]) == {}
-
-
 def test_entries_with_other_weights_of_one_name_are_named(plan_path: Path) -> None:
     for name in ("whole", "less"):
         for run in runs_folder(plan_path).glob(f"{name}-s*"):
@@ -265,6 +252,7 @@ def test_entries_with_other_weights_of_one_name_are_named(plan_path: Path) -> No
             (run / "run.json").write_text(json.dumps({**record, "weights_sha256": name}))
     with logged() as messages:
         text = render(plan_path)
+    assert "pretrained weights differ" not in table_rows(text, "Few training images")[0][0]
     row = table_rows(text, "What was run")[1]
     assert "its pretrained weights differ from those of `whole`" in row[1]
     assert any("less: read other pretrained weights than `whole`" in each for each in messages)

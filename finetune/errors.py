@@ -231,8 +231,8 @@ def weights_changed_error(source: object) -> WeightsError:
         source: name of the model as the user gave it, or a path.
     """
     return WeightsError(
-        f"{source}: was changed while it was read; wait until nothing writes it, then run the "
-        "command again",
+        f"{source}: was changed while it was read; wait until no other process writes to it, then "
+        "run the command again",
         code="weights.changed",
     )
 
